@@ -217,7 +217,7 @@ class SlotCache:
         path = path.to(self.lengths.device)
         source = self.start + path
         target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
-        if not self.fixed and torch.equal(source, target):  # roots alone of rows of one length lie where they belong
+        if not self.fixed and torch.equal(source, target):  # roots of rows of equal length are in place already
             return
         for buffers in self.buffers:
             buffers.store.move(source - buffers.first, target - buffers.first)
@@ -226,7 +226,7 @@ class SlotCache:
         """Count `counts` [B] more committed entries, which lie in their slots already."""
         if self._counts_on_host:
             self.counted = self.counted + counts.cpu()
-        if self.fixed:  # captured rounds find them where they were
+        if self.fixed:  # captured graphs read these tensors by address
             self.lengths.add_(counts.to(self.lengths.device))
         else:
             self.lengths = self.lengths + counts.to(self.lengths.device)
@@ -254,7 +254,7 @@ class SlotCache:
         """Hold in place what another cache of the same layers does, row `rows[i]` of it in row i."""
         rows = list(rows)
         self.counted = other.counted[rows]
-        self.store.clear_from(0)  # what another call left here might be NaN
+        self.store.clear_from(0)  # entries of an earlier call might be NaN
         self.store.copy_from(other.store, self.longest, [*enumerate(rows)])
         if self.fixed:
             self.lengths.copy_(self.counted)

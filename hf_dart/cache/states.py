@@ -171,7 +171,7 @@ class FixedStates(RunningStates):
             state.copy_(like.committed[slot][list(rows)])
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
-        # Node states stay: a captured forward leaves those of the next tree in their place.
+        # Node states are kept: a captured forward overwrites them in place with those of the next tree.
         self.take([*self.after(path, torch.tensor(counts, device=path.device)).values()])
 
     def take(self, states: Sequence[Tensor]) -> None:

@@ -116,7 +116,7 @@ def _undo(layer: Any) -> Callable[[], None]:
     cut = {}
     states = [(its, dict(its)) for its in before.values() if isinstance(its, dict)]
     if isinstance(layer, StaticLayer):
-        # Written in place. A full layer's new entries are hidden again by its old length; a sliding one shifts.
+        # Written in place. The old length hides new entries of a full layer again; a sliding one shifts, so copy it.
         kept = [
             (tensor, tensor.clone())
             for tensor in before.values()
@@ -125,7 +125,7 @@ def _undo(layer: Any) -> Callable[[], None]:
     else:
         kept = []
         if not getattr(layer, "is_sliding", False):
-            # It only grows. Its old tensors are cut from the new ones, so that both are never kept alive at once.
+            # It only grows: cut the old tensors from the new ones, so that both are never alive at once.
             for name in ("keys", "values"):
                 if before.get(name) is not None and before[name].numel():
                     cut[name] = before.pop(name).shape[2]

@@ -58,7 +58,7 @@ class TargetCache:
     ) -> None:
         self.stock, self._keep_stock = prefilled, keep
         self._whole, self._written_back = True, False
-        # Running states alone do not tell how much text they hold: then tokens are counted from the prompt on.
+        # Running states alone do not tell how much text they cover: then count tokens from the prompt on.
         attends = any(map(keeps_entries, prefilled.layers))
         self._prompt_slots = int(prefilled.get_seq_length()) if attends else 0
         self.prompt_lengths = torch.tensor([self._prompt_slots - pad if attends else 0 for pad in pads])
@@ -69,7 +69,7 @@ class TargetCache:
         if any(map(keeps_states, prefilled.layers)):
             self.states = RunningStates(states_of(prefilled))
             self.cache = StatefulCache(layers, prefilled, self.states)
-        if not keep:  # static layers may be used again by their maker
+        if not keep:  # static layers may be reused by their owner
             for layer in attention_layers(prefilled) if attends else ():
                 if isinstance(layer, DynamicLayer):
                     layer.keys = layer.values = torch.empty(0, dtype=layer.dtype, device=layer.device)
@@ -94,7 +94,7 @@ class TargetCache:
         """Return a layer's `window` if it is worth a buffer of its own, and what lies before it is never needed."""
         if window is None or not outgrows(window, self.entries.most):
             return None
-        # What is given back to stock's other sliding layers is the whole text.
+        # Stock's other sliding layers are given the whole text back.
         ends_in_window = isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past
         return window if ends_in_window or not self._keep_stock else None
 
@@ -203,7 +203,7 @@ class TargetCache:
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Keep `counts[b]` entries of row b, those of nodes `path[b]` [B, A], and drop the other nodes."""
-        self._whole = self.states is None  # states lack from here on what the entries hold
+        self._whole = self.states is None  # from here on, states may cover less text than entries
         self.entries.move(path)
         self.entries.advance(torch.tensor(counts))
         if self.states is not None:
@@ -254,4 +254,4 @@ class TargetCache:
         starts = self.prompt_lengths + grown - count
         stock.update(*(own.buffers.read(2 * own.index + part, starts, count) for part in range(2)))
         if count < grown:
-            stock.cumulative_length += grown - count  # of which it would have kept nothing
+            stock.cumulative_length += grown - count  # entries that it would have dropped

@@ -189,7 +189,7 @@ def generate(
     if assistant is None and custom is None:
         return type(model).generate(model, *args, **kwargs)
     if assistant is None or isinstance(custom, str):
-        # A repository's generate takes assistant= itself, and comes here again if it is ours.
+        # A repository's `generate` takes assistant= itself, and calls this function again if it is ours.
         return type(model).generate(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
     return _drafted(model, args, {**named, **kwargs})
 
@@ -213,8 +213,8 @@ def _drafted(
     _refuse_other(assistant, model)
     stock = type(model).generate
     kwargs = _by_name(stock, args, _stocks(kwargs))
-    # What stock keeps from a callable. It shows the prompt to a streamer before anything can be refused, so that is
-    # left to the callable, too.
+    # Stock does not pass these to a callable. It gives the prompt to a streamer before a call can be refused, so the
+    # callable does that, too.
     streamer, tokenizer, synced_gpus = (kwargs.pop(name, None) for name in ("streamer", "tokenizer", "synced_gpus"))
     with _refusals(optional):
         if kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None:
@@ -274,7 +274,7 @@ def _by_name(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     """All arguments of `stock(model, *args, **kwargs)` by name."""
     signature = inspect.signature(stock)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
-        signature = inspect.signature(GenerationMixin.generate)  # it hands them on
+        signature = inspect.signature(GenerationMixin.generate)  # which passes them on
     _, *named = signature.bind_partial(None, *args).arguments.items()
     return dict(**dict(named), **kwargs)
 
@@ -294,7 +294,7 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
         return
     if tokenizer is None:
         raise ValueError("stop_strings needs the tokenizer; pass tokenizer= to generate.")
-    kwargs["stop_strings"] = None  # a keyword outweighs both configs
+    kwargs["stop_strings"] = None  # a keyword overrides both configs
     criteria = kwargs.get("stopping_criteria") or []
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # one of the user's own replaces it
         criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
@@ -453,7 +453,7 @@ def close_call(session: Session) -> Tensor | DartGenerateOutput:
     output, drafter = result(session), session.request.drafter
     if session.noise is not None:
         session.noise.end()
-    drafter.last_stats = session.stats  # before who reads the streamer is told that it has ended
+    drafter.last_stats = session.stats  # set before readers of the streamer see its end
     session.streaming.end()
     session.pace.finish(drafter)
     return output

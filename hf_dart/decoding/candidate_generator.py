@@ -113,7 +113,7 @@ class DartCandidateGenerator(CandidateGenerator):
     ) -> tuple[Tensor, Tensor | None]:
         skipped, positions = 0, outputs.logits.shape[1]  # rejected drafts among them
         if self._state is None:
-            refuse_cache(model_kwargs[self._cache_name])  # some layers show their kind only when they are used
+            refuse_cache(model_kwargs[self._cache_name])  # some layers get their class only when first used
             self._state = self._drafter.begin(1, self._max_length)
             first = ids[:, self._pads : self._pads + 1]
             self._drafter.read_first(self._state, first, torch.ones(1, dtype=torch.long))
@@ -242,7 +242,7 @@ def _refuse(
     kwargs: dict[str, Any],
 ) -> None:
     refuse_target(model)
-    if model.training:  # chains come without a trial, which would show what that changes
+    if model.training:  # chains have no trial, which would show what train mode changes
         raise ValueError("The target is in train mode, where chains are not tried out; call model.eval() first.")
     refuse_options(model, config, input_ids, synced_gpus, kwargs)
     if getattr(config, "assistant_ensemble_weight", None) is not None:

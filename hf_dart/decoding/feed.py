@@ -146,7 +146,7 @@ class PrefillRecorder:
             ValueError: stock's next step has positions that rounds cannot follow.
         """
         outputs = type(self._target)._prefill(self, input_ids, generation_config, model_kwargs)
-        grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by a token, whichever
+        grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by any token
         inputs, _ = next_inputs(self._target, grown, outputs, model_kwargs)
         self.extra_inputs = {name: inputs[name] for name in extra_inputs(self._target, inputs)}
         self.shift = position_shift(self._target, inputs.get("position_ids"), pads, total)
@@ -175,7 +175,7 @@ class Prefilled(NamedTuple):
 def begun(request: Request, rows: Rows) -> DrafterState:
     """Return a new state of the drafter, which has read what comes before the first position that will be run."""
     state = request.drafter.begin(len(rows), request.total + min(rows.room(0), _HEADROOM))
-    # Slots before those of the prompt are not known where a cache holds what was never handed in as ids.
+    # Tokens before the prompt are unknown if the cache has entries that were never passed as ids.
     known = request.total - request.prompt.shape[1]
     last = [max(pad, request.cached) - known for pad in request.pads]  # of the prompt's own slots
     first = torch.tensor([max(pad - known, 0) for pad in request.pads])
@@ -196,7 +196,7 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
     model, batch, layers = request.model, len(rows), request.drafter.feature_layers
     tail = request.prompt[:, request.cached - request.total :]
     if request.multimodal and not tail.is_floating_point():
-        # Ids of images may have no embedding: such models read another token there, until they put the image's.
+        # Ids of images may have no embedding: such models look up another token there before inserting the image's.
         tail = torch.where(tail < model.get_input_embeddings().num_embeddings, tail, 0)
     pads = [max(pad - request.cached, 0) for pad in request.pads]
     feed = PromptFeed(request.drafter, drafter_state.state, tail, pads)
@@ -207,7 +207,7 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
         )
         last = feed.finish()
         refuse_shifted(model, recorder.shift, request.most)
-        # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
+        # Some layers get their class only when first used, and Phi-3 takes a new cache for long prompts.
         stock = refuse_cache(cache_after(model, outputs, request.stock_cache))
         refuse_compressed(stock, request.total)
         kinds = mask_kinds(model, stock)

@@ -57,7 +57,7 @@ def _even_out(s: Session, sequences: Tensor) -> Iterator[Verified]:
     prompt = s.cache.prompt_lengths
     wanted = prompt + s.rows.steps - 1
     too_long = s.cache.lengths > wanted
-    s.cache.truncate(wanted)  # rows with running states go back to their prompt, and on from there
+    s.cache.truncate(wanted)  # rows with running states are cut to their prompt, and filled from there
     while int((wanted - s.cache.lengths).max()) > 0:
         counts = (wanted - s.cache.lengths).clamp(max=FILL)
         nodes = torch.arange(int(counts.max()) + 1)

@@ -192,7 +192,7 @@ class TreeGrower:
         cost: RoundCost | None = None
         if self._config.nodes is None:
             cost = self._cost(growing.tokens.shape[1] > 0)
-        # Without a table, scores of more paths cost next to nothing.
+        # Without a table, scoring more paths costs almost nothing.
         beam = self._config.beam if self._formula.context else None
         return grow_on_host(growing.on_host(), nodes=self._most, beam=beam, cost=cost, weights=weights)
 

@@ -65,7 +65,7 @@ def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None
         OSError, ValueError: as [`load_drafter`].
     """
     drafters = _LOADED.setdefault(target, {})
-    written = max((file.stat().st_mtime_ns for file in Path(path).glob("*")), default=0)  # 0: it lies on the Hub
+    written = max((file.stat().st_mtime_ns for file in Path(path).glob("*")), default=0)  # 0: it is on the Hub
     if (path, revision) not in drafters or drafters[path, revision][0] != written:
         was_attached = isinstance(vars(target).get("generate"), AttachedGenerate)
         drafters[path, revision] = written, load_drafter(path, target=target, revision=revision, token=token)

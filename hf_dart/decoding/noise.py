@@ -22,7 +22,7 @@ from hf_dart.models.devices import generator_state, set_generator_state
 MAX_LEAD = 32
 """No row runs further ahead of the slowest unfinished row: a position costs B * V floats."""
 
-# By device, the stream that will put its default generator forward. Others that run meanwhile, in other threads,
+# By device, the stream that will advance its default generator. Streams that run meanwhile, in other threads,
 # must not draw the same noise, nor put it back.
 _leading: WeakValueDictionary[torch.device, NoiseStream] = WeakValueDictionary()
 _lock = Lock()

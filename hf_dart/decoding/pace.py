@@ -300,7 +300,7 @@ class Pace:
         record = self._record
         record.mode, record.rounds, record.added = mode, 0, 0.0
         record.chances = _HOPE ** np.arange(1, self._depth + 1)
-        # After n drafts in vain, n * cost tokens are lost, and hope is down to hope * count / (count + n).
+        # After n rejected drafts, n * cost tokens are lost, and the estimate is down to hope * count / (count + n).
         hope, cost = float(record.chances.sum()), self._cost_of_drafting()
         record.counts = np.full(self._depth, _TRIAL / max(hope - cost, hope / 4, 1e-9))
 

@@ -63,7 +63,7 @@ _ROW_FREE = (
     ExponentialDecayLengthPenalty,
     SuppressTokensAtBeginLogitsProcessor,
 )
-# These hold something per row of the batch, and see the whole batch therefore.
+# These keep state per row of the batch, and so need the whole batch.
 _ROW_BOUND = (
     EncoderRepetitionPenaltyLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
@@ -86,7 +86,7 @@ def of_rows(processors: LogitsProcessorList, batch_size: int) -> list[LogitsProc
 
 
 def _of_row(processor: Any, row: int) -> Any:
-    # The one of these that holds something by row: where the padding ends.
+    # The only one of these with state per row: where the padding ends.
     if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
         alone = copy.copy(processor)
         alone.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]

@@ -21,7 +21,7 @@ from transformers import (
 from hf_dart.trees.vocabulary import columns_of
 
 _CHUNK = 256  # of a chunk
-# A nucleus is looked for among this many tokens; a wider one keeps them all.
+# The nucleus is searched among this many tokens; if it is wider, all are kept.
 _NUCLEUS = 64
 
 

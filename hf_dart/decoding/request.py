@@ -33,7 +33,7 @@ from hf_dart.models.support import drops_out, refuse_cache, refuse_target
 from hf_dart.models.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 
-# What asks `generate` for other modes than greedy search and sampling.
+# Options that ask `generate` for other modes than greedy search and sampling.
 _OTHER_MODES = (
     "constraints",
     "force_words_ids",

@@ -33,7 +33,7 @@ def drafted(s: Session) -> tuple[DraftTree, Budget]:
 def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features: Tensor) -> None:
     """Emit the target's own tokens on the path that they take in each tree, and keep its nodes."""
     with s.stats.phase("walk"):
-        accepted = s.walk(tree, logits, budget.limits)  # the target's own choice at every node that its text passes
+        accepted = s.walk(tree, logits, budget.limits)  # the target's own choice at every accepted node
     with s.stats.phase("commit"):
         s.cache.commit(accepted.path, accepted.counts)
         s.seen = s.rows.take(features, accepted.path, accepted.counts)

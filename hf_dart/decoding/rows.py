@@ -20,7 +20,7 @@ def length_limit(stopping_criteria: Any, prompt_length: int) -> int:
     """Tokens that a row may have, its prompt of `prompt_length` included."""
     # A user's `MaxLengthCriteria` replaces the one that `generate` adds; subclasses are applied in addition.
     lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
-    # Whole tokens, as many as the criterion lets pass; stock too writes one at least.
+    # The criterion's limit, rounded up to whole tokens; stock too writes at least one.
     return max(math.ceil(min(*lengths, sys.maxsize)), prompt_length + 1)
 
 

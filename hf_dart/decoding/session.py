@@ -131,7 +131,7 @@ class Session:
 
     def first_token(self, logits: Tensor) -> None:
         """Take the token after the prompt from the target's logits [B, 1, V] of its last position."""
-        root = DraftTree.chain(self.seen.next_tokens)  # a root that nobody looks at
+        root = DraftTree.chain(self.seen.next_tokens)  # a root alone, which is not read
         accepted = self.walk(root, logits, self.limits())
         self.seen = self.rows.take(self.seen.features, accepted.path, accepted.counts)
 
@@ -205,7 +205,7 @@ def begin(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[S
         streaming = Streaming(streamer, rows)
         kept = {f"keep_{name}": request.collects(f"output_{name}") for name in ("scores", "logits")}
         depth = min(config.depth or drafter.draft_length, drafter.draft_length)
-        # What one of the processes that share a target learnt from a call that broke off in it, the others did not.
+        # Of processes that share a target, only the one whose call was interrupted would have learnt from it.
         records = None if is_shared(request.model) else drafter.pace_records
         pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)
         session = Session(

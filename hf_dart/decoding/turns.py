@@ -82,14 +82,14 @@ def resume_state(
     cached = slots_of(cache)
     if left is None or left.drafter() is not drafter or left.state.pads != pads or cached <= left.state.start:
         return None
-    # A position is taken in together with the token after it, so one more than the cache holds has to agree.
+    # A position is read together with the token after it, so one more token than the cache has must agree.
     known = max(first, left.first)
     if not known <= cached < left.first + left.tokens.shape[1]:
         return None
     tokens = left.tokens[:, known - left.first : cached + 1 - left.first].to(input_ids.device)
     if not torch.equal(tokens, input_ids[:, known - first : cached + 1 - first]):
         return None
-    # Where not all tokens can be compared, or they do not tell all, the cache has to be the very one that was left.
+    # If not all tokens can be compared, or images are among them, the cache must be the very one that was left.
     if (known > 0 or left.state.multimodal) and (left.keys is None or left.keys() is not _first_layer(cache).keys):
         return None
     fits = drafter.resume(left.state.state, left.pending, left.state.lengths(cached))

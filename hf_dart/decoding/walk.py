@@ -74,7 +74,7 @@ class Walker:
         chosen = self._choose_everywhere(tree, logits).tolist() if at_once and not in_step else None
         children = _children(tree) if tree.size > 1 else [{}] * len(limits)
         paths: list[list[int]] = [[] for _ in limits]
-        nodes = {row: 0 for row, limit in enumerate(limits) if limit}  # that each row has come to
+        nodes = {row: 0 for row, limit in enumerate(limits) if limit}  # reached by each row
         while nodes and not (in_step and len(nodes) < len(paths)):
             emitted = self._step(nodes, logits) if in_step else self._emit(nodes, logits, chosen)
             for row, node in nodes.items():
@@ -127,10 +127,10 @@ class Walker:
         if self._of_rows is not None:
             scores = self._of_rows[row](self._rows.ids(row), logits)
         else:
-            # Some processors take row b of what they see for row b of the batch: show them this row's text in all.
+            # Some processors take row b of their input for row b of the batch: give them this row's text in every row.
             full = logits.new_zeros(len(self._rows), logits.shape[-1])
             full[row] = logits[0]
-            ids = self._rows.ids(row).expand(len(self._rows), -1)  # rows that are shorter have none to show
+            ids = self._rows.ids(row).expand(len(self._rows), -1)  # shorter rows have no text of this length
             scores = self._processors(ids, full)[row : row + 1]
         if self._noise is None:
             return int(scores.argmax(-1))

@@ -44,7 +44,7 @@ def compiled(part: Callable[..., Part], config: EngineConfig) -> Callable[..., P
     """Compile a function or method as one graph; return it as it is where nothing is to be compiled."""
     if config.backend is None:
         return part
-    # Dynamo counts compilations per code object: with one for all tiers, they would soon be too many.
+    # Dynamo limits compilations per code object: one code object for all tiers would soon exceed the limit.
     plain: Any = part.__func__ if isinstance(part, MethodType) else part
     own = FunctionType(
         plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__

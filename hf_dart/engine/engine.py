@@ -98,7 +98,7 @@ class Engine:
         kept, self._made_for = bool(self._tiers), ()
         self._clear()
         if kept:
-            gc.collect()  # tiers refer to themselves, by what was compiled of them
+            gc.collect()  # tiers are in reference cycles with their compiled code
 
     def _clear(self) -> None:
         self._tiers = {}
@@ -142,7 +142,7 @@ class Engine:
         if key not in self._tiers:
             self._progress(f"hf_dart: preparing forwards of {nodes} nodes for {batch} row(s) of up to {slots} tokens")
             self._tiers[key] = self._made(session, slots, nodes)
-        tier = self._tiers[key] = self._tiers.pop(key)  # the one used last stands last
+        tier = self._tiers[key] = self._tiers.pop(key)  # in order of last use
         while len(self._tiers) > _KEPT:
             del self._tiers[next(iter(self._tiers))]
         if tier is not None:
@@ -174,9 +174,9 @@ class Engine:
         try:
             return Tier(session, slots, nodes, self._capture(session))
         except torch.OutOfMemoryError:
-            pass  # the error holds what was made so far, and is gone after this line
+            pass  # the error refers to what was made so far, until this block ends
         self._clear()
-        gc.collect()  # also what was half made
+        gc.collect()  # frees it
         return Tier(session, slots, nodes, self._capture(session))
 
     def _capture(self, session: Session) -> Capture:
@@ -216,7 +216,7 @@ def signature(session: Session) -> tuple[Any, ...]:
     """
     target, drafter = session.request.model, session.request.drafter
     parts: list[Any] = [identity(target), *_precision()]
-    parts += [*map(id, parts_of(target))]  # modules in place of others
+    parts += [*map(id, parts_of(target))]  # changes if modules are replaced
     models: list[Any] = [target]
     if drafts_on_fixed_shapes(session):
         head: Any = drafter

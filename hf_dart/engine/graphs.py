@@ -70,7 +70,7 @@ class Launch:
         self._launch = step
         if device.type == "cuda":
             if run_uncompiled is not None:
-                run_uncompiled()  # what is made on first use may come from the host
+                run_uncompiled()  # tensors made on first use may come from the host
                 with NoHost():
                     run_uncompiled()
             self._launch = _captured(step, device, pool or _pool(device)).replay
@@ -95,7 +95,7 @@ class NoHost(TorchDispatchMode):
         if found is NotImplemented:
             found = func(*args, **(kwargs or {}))
         reads = name in self._READ
-        if name in ("index", "index_put", "index_put_"):  # how many are True? And places may come from the host
+        if name in ("index", "index_put", "index_put_"):  # a mask's count is read; indices may come from the host
             places, here = [part for part in args[1] if part is not None], args[0].device
             reads = any(part.dtype in (torch.bool, torch.uint8) or part.device != here for part in places)
         if name in ("_to_copy", "copy_"):
@@ -144,7 +144,7 @@ def _captured(step: Callable[[], None], device: torch.device, pool: Pool) -> tor
             with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
                 step()
         finally:
-            torch.cuda.set_stream(before)  # a capture that cannot be ended leaves the thread on its own
+            torch.cuda.set_stream(before)  # after a failed capture the thread is still on the capture's stream
     return graph
 
 

@@ -82,12 +82,12 @@ class CapturedDraft:
             self._features = torch.zeros(batch, width, like.shape[-1], dtype=like.dtype, device=device)
             self._next_tokens = torch.zeros(batch, width, dtype=torch.long, device=device)
             self._counts = torch.zeros(batch, dtype=torch.long, device=device)
-            self._propose()  # what the drafter makes on first use is there before anything is traced
+            self._propose()  # what the drafter makes on first use must exist before tracing
         run = compiled(self._propose, capture.config)
         self.launch = Launch(partial(self.step, run), device, capture.pool, partial(self.step, self._propose))
 
     def _propose(self) -> tuple[Tensor, Tensor]:
-        # What it takes in is written after the entries that count, and counts when the draft has been made.
+        # New entries are written after the committed ones, and are committed when the draft has been made.
         taken = self._cache.ahead()
         found = self._drafter.propose(taken, self._features, self._next_tokens, self._counts, self._depth)
         assert found is not None
@@ -102,7 +102,7 @@ class CapturedDraft:
     def __call__(self, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
         """Take in at most A verified positions and draft, as `Drafter.propose` does."""
         width = next_tokens.shape[1]
-        # After a row's last position anything will do that is a token.
+        # After a row's last position any valid token will do.
         self._features.zero_()
         self._next_tokens.zero_()
         self._features[:, :width] = features

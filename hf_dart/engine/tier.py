@@ -20,7 +20,7 @@ from hf_dart.models.trial import TRIAL_TREE
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
-_DEPTH = 3  # of the trial's tree
+_DEPTH = 3  # depth of the trial's tree
 # Trees that may differ before a target is refused: rounding may send a token to another expert.
 _TRIES = 3
 
@@ -72,7 +72,7 @@ class Tier:
         """Let the rounds of a session that is loaded run on this tier, and bring its own caches to where they end."""
         runner, rows = session.drafter_runner, range(len(session.rows))
         cache, verify, state, propose = session.cache, session.verify, runner.drafter_state.state, runner.propose_with
-        cache.release()  # what lies here now need not be held twice
+        cache.release()  # its entries are on the tier now
         session.verify, session.cache = self, self._cache
         if self._draft_cache is not None:
             runner.drafter_state.state, runner.propose_with = self._draft_cache, self.propose

@@ -24,7 +24,7 @@ _MOST_SLOTS = 256
 _DFLASH2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
 _DSPARK = ("markov_rank", "markov_head_type", "sample_from_anchor", "enable_confidence_head",
            "confidence_head_with_markov")  # fmt: skip
-# What may stand inside `dflash_config` or beside it.
+# Fields that may be inside `dflash_config` or at the top.
 _INNER = (
     "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "input_embedding_scale",
     "output_multiplier", "final_logit_softcapping", "causal_head", "target_hidden_size", *_DFLASH2, *_DSPARK,
@@ -116,7 +116,7 @@ def _read_zlab(fields: Fields, content: dict[str, Any]) -> dict[str, Any]:
         raise fields.wrong("target_hidden_size", width, f"the drafter's own hidden_size, {backbone.hidden_size}")
     depth = at["num_target_layers"]
     target_layers = depth.integer("num_target_layers", 1, _MANY) if "num_target_layers" in depth else None
-    # A query at q sees a key at k if q - k < window.
+    # A query at q attends to a key at k if q - k < window.
     reach = None if window is None else window - 1
     cap = at["final_logit_softcapping"]
     bounded = "final_logit_softcapping" in cap and cap.number("final_logit_softcapping", positive=False) > 0
@@ -158,15 +158,15 @@ def _variant_fields(kind: str, at: Mapping[str, Fields], backbone: Qwen3Config) 
         group = at["conv_group_size"].integer("conv_group_size", 1, backbone.hidden_size, 16)
         if backbone.hidden_size % group:
             raise at["conv_group_size"].wrong("conv_group_size", group, f"a divisor of {backbone.hidden_size}")
-        at["selector_top_k"].integer("selector_top_k", 1, _MANY, 16)  # ours are `TreeConfig.top_k`
+        at["selector_top_k"].integer("selector_top_k", 1, _MANY, 16)  # ours is `TreeConfig.top_k`
         rank = at["selector_rank"].integer("selector_rank", 1, 2**14, 256)
         names = {"selector": "candidate_selector"}
         return {**known, "convolution": (taps, group), "selector": ("pairs", rank), "names": names}
     if kind == "dspark":
         rank = at["markov_rank"].integer("markov_rank", 0, 2**14, 256)
-        # "rnn" has a state that goes through the whole path, which no table of pairs holds.
+        # "rnn" has a state along the whole path, which no table of pairs can hold.
         head = at["markov_head_type"].choice("markov_head_type", ("vanilla", "gated"), "vanilla")
-        # How sure it is of a draft is told by the draft itself.
+        # The confidence head is not used: the draft's own probabilities tell its confidence.
         for name in ("enable_confidence_head", "confidence_head_with_markov"):
             at[name].flag(name, True)
         return {
@@ -208,7 +208,7 @@ def _read_speculators(fields: Fields) -> dict[str, Any]:
         logit_cap=None,
         block_size=fields.integer("block_size", 1 if variant["anchor_predicts"] else 2, _MOST_SLOTS),
         mask_token_id=fields.integer("mask_token_id", 0, _MANY),
-        # Counted as `hidden_states`, the last of which is normed in transformers and not there.
+        # Counted as `hidden_states`, the last of which speculators reads before the final norm.
         before_norm=True,
         feature_layers=fields.integers("aux_hidden_state_layer_ids", 0, _MANY),
         hidden_size=backbone.hidden_size,
@@ -222,7 +222,7 @@ def _read_assistant(fields: Fields) -> dict[str, Any]:
     fields.choice("architectures", (["MuseGlimmerAssistantModel"],))
     backbone = _backbone(fields)
     sliding = _sliding(fields, backbone.num_hidden_layers)
-    # Here a window reaches as far in both directions, its end included.
+    # In this format a window reaches equally far in both directions, its end included.
     reach = fields.integer("sliding_window", 1, _MANY) if any(sliding) or "sliding_window" in fields else None
     config = dict[str, Any](
         layers=tuple((False, reach if slides else None) for slides in sliding),

@@ -41,7 +41,7 @@ JOINED = "an EAGLE-1 or EAGLE-2 head"
 _LEVELS = 8
 _SPECULATORS = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _TAPS = "eagle_aux_hidden_state_layer_ids"
-# Said by training code about itself, and of no matter to the forward pass.
+# Fields of training code that do not affect the forward pass.
 _REMARKS = (
     "max_position_embeddings", "max_window_layers", "pretraining_tp", "sep_token_id", "target_model_type",
     "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "id2label", "label2id", "return_dict",
@@ -49,7 +49,7 @@ _REMARKS = (
     "name_or_path", "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states",
 )  # fmt: skip
 _AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-# Ours to theirs, but for what depends on the layer.
+# Our names to theirs, except those that depend on the layer.
 _PARTS = {
     "fc.weight": "fc.weight",
     "fc.bias": "fc.bias",
@@ -195,7 +195,7 @@ def read_published(
 def _layer_count(layer: Fields, first: str, stored: Collection[str]) -> int:
     layers = layer.integer("num_hidden_layers", 1, _MOST_LAYERS, 1)
     deeper = {int(name.split(".")[1]) for name in stored if re.match(r"layers\.\d{1,3}\.", name)} - {0}
-    # Code that calls its layer so has one, whatever its config.json says.
+    # Code that names its layer so has one, whatever its config.json says.
     return 1 if first == "midlayer" and not deeper else layers
 
 
@@ -301,7 +301,7 @@ def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3"
     given.finish((*HARMLESS, *_REMARKS))
     try:
         whole = _LAYERS[kind](**known).to_dict()
-    except Exception as error:  # transformers raises errors of many kinds for a field of another type
+    except Exception as error:  # transformers raises many kinds of errors for a field of a wrong type
         words = " ".join(str(error).split())[:200]
         raise ValueError(
             f"The transformer_layer_config of this {fields.kind} describes no layer ({words}); fetch it again."

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.hub.download import ADAPTER_CONFIG
 
-# Those that say nothing about the weights.
+# Fields that say nothing about the weights.
 _BOOKS = {"peft_type", "peft_version", "auto_mapping", "task_type", "inference_mode"}
 
 
@@ -61,7 +61,7 @@ _PLAIN: dict[str, Callable[[Any], bool]] = {
     "use_rslora": _is_flag,
     "use_dora": _is_flag,
     "lora_bias": _is_flag,
-    # Others change the weights under the adapter, or want packages.
+    # Other values change the weights under the adapter, or need packages.
     "init_lora_weights": lambda value: _is_flag(value) or value in ("gaussian", "orthogonal"),
     "target_modules": lambda value: isinstance(value, str) or (value is not None and _are_names(value)),
     "modules_to_save": _are_names,

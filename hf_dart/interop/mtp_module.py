@@ -86,11 +86,11 @@ class _WithModules:
             raise ValueError(
                 f"The config of {folder} names no multi-token prediction module; give a drafter of another kind."
             )
-        # transformers knows the numbers of the last layers of what is published, and this is that of any target.
+        # transformers knows the layer numbers of published models only, and this module may be of any target.
         known = getattr(target, "_keys_to_ignore_on_load_unexpected", None) or []
         ours = [rf"(^|\.)layers\.{text.num_hidden_layers}\."]
         if first or second:
-            # A plain 0 would be taken for the number of a layer of the target.
+            # A plain 0 would be taken for a layer number of the target.
             known, ours = [], [r"(^|\.)mtp_layers\.[0]\.", r"(^|\.)mtp\.layers\.[0]\."]
             renamed = [WeightRenaming(source_patterns=one, target_patterns=other) for one, other in _RENAMED.items()]
             self._weight_conversions = [*renamed, *(getattr(target, "_weight_conversions", None) or ())]

@@ -143,7 +143,7 @@ class _Known:
             return np.memmap(folder / name, dtype=dtype, mode="w+", shape=(nodes,))
 
         self._spec, self._trie, self._nodes = spec, trie, nodes
-        # New files are full of zeros; so numbers are kept one higher.
+        # New files are filled with zeros, so numbers are stored plus one.
         self._listed_by, self._listed_as = array("listed_by", "i8"), array("listed_as", "i4")
         self._keys, self._depths = array("keys", "i8"), array("depths", "u1")
         self._depths[0] = 1
@@ -176,7 +176,7 @@ class _Known:
         # As u64, or a number beyond 2^63 would be negative.
         if ((children <= owners.astype(np.uint64)) | (children >= self._nodes)).any():
             raise _damaged(self._trie, "a node stands in front of its parent, or is not there")
-        # All entries of a node are at hand, so a token is listed twice here or nowhere.
+        # All entries of a node are in this chunk, so a duplicate token is found here.
         named = (owners - ids[0]) << 32 | entries["token"].view(np.uint32) if len(owners) else owners
         if len(np.unique(named)) < len(named):
             raise _damaged(self._trie, "a node has two children of one token")
@@ -188,7 +188,7 @@ class _Known:
 
     def _find_keys(self, ids: Array, parents: Array, tokens: Array) -> None:
         for _ in range(self._spec.order):
-            # Of those that are left, the nodes whose parent is known: its own chunk may hold it.
+            # Of the remaining nodes, those whose parent is known by now: it may be in the same chunk.
             ready = self._depths[parents] > 0
             now, above = ids[ready], parents[ready]
             self._keys[now] = (self._keys[above] << self._spec.bits) | tokens[ready]

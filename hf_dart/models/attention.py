@@ -89,7 +89,7 @@ _TABLES: tuple[tuple[Any, dict[str, Callable[..., Any]]], ...] = (
     (AttentionInterface, {"sdpa": packed_attention, "eager": _eager}),
     (AttentionMaskInterface, {"sdpa": sdpa_mask, "eager": eager_mask}),
 )
-# What this thread attends by where a model asks for a name: the name, and another one for it.
+# In this thread, the attention name that a model asks for and the one that is used in its place.
 _here: ContextVar[tuple[str, str] | None] = ContextVar("_here", default=None)
 _installing = Lock()
 _inside: Counter[str] = Counter()
@@ -121,7 +121,7 @@ class _HereOrOwn:
 @contextmanager
 def _in_place_of(own: str, name: str) -> Iterator[None]:
     """Attend by `name` where a model asks for `own`, in this thread; masks are made for it, too."""
-    with _installing:  # whoever comes first puts the functions there, and whoever goes last takes them away
+    with _installing:  # the first thread installs the functions, and the last one removes them
         _inside[own] += 1
         for interface, others in _TABLES:
             found = interface._global_mapping.get(own)

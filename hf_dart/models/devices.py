@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# What `torch.set_default_device` named, while our own bookkeeping goes on the CPU.
+# The device that `torch.set_default_device` named, while our own bookkeeping is on the CPU.
 _named: ContextVar[torch.device | None] = ContextVar("_named", default=None)
 
 
@@ -24,7 +24,7 @@ def host_by_default(function: Function) -> Function:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         named = torch.get_default_device()
-        if named.type == "cpu":  # the context costs time in every call of torch
+        if named.type == "cpu":  # the context would slow down every torch call
             return function(*args, **kwargs)
         token = _named.set(named)
         try:

@@ -25,7 +25,7 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
         own_forward = forward_before(part)
         if part._forward_pre_hooks or part._forward_hooks or own_forward is not None:
             hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-            # Those of transformers, which come with the first call that asks for hidden states, change nothing.
+            # Hooks of transformers, added by the first call that asks for hidden states, change nothing.
             own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
             code += map(_code_of, own)
             if own_forward is not None:

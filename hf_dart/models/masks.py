@@ -29,7 +29,7 @@ class MaskKind:
         """Return the last position that queries at `positions` no longer see; None if they see all."""
         if self.window is None:
             return None
-        if self.name == "chunked_attention":  # the text is cut in chunks, which do not see each other
+        if self.name == "chunked_attention":  # chunks of the text, which do not attend to each other
             return positions // self.window * self.window - 1
         return positions - self.window
 
@@ -53,7 +53,7 @@ def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
     kinds: dict[str, MaskKind] = {}
     for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):
         name = "full_attention" if window is None else "sliding_attention"
-        if layer_types and not keeps_states(prefilled.layers[index]):  # "hybrid" is no mask of any model
+        if layer_types and not keeps_states(prefilled.layers[index]):  # "hybrid" names no mask
             name = layer_types[index]
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())

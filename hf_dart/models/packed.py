@@ -79,7 +79,7 @@ def masked_attention(
     if not query.is_cuda or not _is_for_efficient(query, key, value):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     if mask.dtype == torch.bool:
-        hidden = torch.finfo(query.dtype).min / 2  # as in `Verifier.masks`
+        hidden = torch.finfo(query.dtype).min / 2  # half of the least number, as in `Verifier.masks`
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, hidden)
     bias = aligned(mask.to(query.dtype)).expand(*query.shape[:3], key.shape[2])
     kernel: Any = torch.ops.aten._scaled_dot_product_efficient_attention

@@ -50,7 +50,7 @@ def position_limit(target: PreTrainedModel) -> tuple[int, bool]:
     if rotary is not None:
         return rotary.trained - 1, rotary.grows
     table = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    # XLNet names -1, by which it means that there is none.
+    # XLNet gives -1, which means no limit.
     return (int(table) - 1 if table and table > 0 else sys.maxsize), False
 
 

@@ -12,7 +12,7 @@ def without_bars() -> Iterator[None]:
     from huggingface_hub.utils import are_progress_bars_disabled
     from transformers.utils import logging
 
-    if are_progress_bars_disabled() or not logging.is_progress_bar_enabled():  # of which nothing is changed
+    if are_progress_bars_disabled() or not logging.is_progress_bar_enabled():  # leave them as they are
         yield
         return
     logging.disable_progress_bar()

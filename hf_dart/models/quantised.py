@@ -21,7 +21,7 @@ from hf_dart.models.running_states.tree_forward import forward_before
 from hf_dart.models.support import parts_of
 from hf_dart.models.tolerance import allowance, difference
 
-_ROWS = 33  # more than 32, from which on some kernels change
+_ROWS = 33  # some kernels change above 32 rows
 _SHAPE = ("in_features", "out_features")
 
 
@@ -58,7 +58,7 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
 
 def _coarse(part: nn.Module, x: Tensor) -> bool:
     """Return True if f(x + y) + f(x - y) = 2 f(x) fails for a linear module by more than its input dtype's rounding."""
-    y = x.roll(1, dims=-1)  # both are of so few bits that sums of them are exact
+    y = x.roll(1, dims=-1)  # both have so few bits that their sums are exact
     middle, above, below = (_run(part, one) for one in (x, x + y, x - y))
     if middle is None or above is None or below is None:
         return False
@@ -97,7 +97,7 @@ def _inputs(part: Any, model: PreTrainedModel) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _ROWS, part.in_features, generator=generator).mul_(16).round_().clamp_(-64, 64).div_(16)
     held = (getattr(part, name, None) for name in ("weight", "bias"))
-    # Numbers of 8 bits are what activations are rounded to within, not what they come in.
+    # 8 bits are what activations are rounded to inside, not the dtype in which they are passed.
     dtypes = (one.dtype for one in held if isinstance(one, Tensor) and one.is_floating_point())
     dtype = next((dtype for dtype in dtypes if dtype.itemsize > 1), None)
     return x.to(device_of(part), dtype or model.dtype)

@@ -14,8 +14,8 @@ from transformers.cache_utils import Cache
 
 from hf_dart.models.devices import users_default
 
-# Text, and how it is run: what stock hands the target with every token, and drafts are verified with too, or need not
-# be, such as the `cache_position` that code of a model's own may ask for; or drops after the prompt.
+# Arguments for text and for running it: those that stock passes the target with every token and drafts are verified
+# with too, or need not be, such as `cache_position` for a model's own code; and those that it drops after the prompt.
 _STEP = {
     "attention_mask",
     "cache_params",
@@ -47,7 +47,7 @@ def cache_after(target: PreTrainedModel, outputs: Any, given: Cache) -> Any:
 
 def takes_positions(target: PreTrainedModel) -> bool:
     """Return True if the target takes `position_ids`; otherwise it counts positions itself."""
-    # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
+    # Look at the class: a user's replacement of an instance's `forward` may not name all arguments that it passes on.
     parameters = inspect.signature(type(target).forward).parameters
     return "position_ids" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
@@ -61,7 +61,7 @@ def next_inputs(
         outputs: of the forward over all tokens before.
         model_kwargs: those that went into that forward; they are not changed.
     """
-    # By the name that stock uses: some families want it.
+    # By the name that stock uses: some families need it.
     model_kwargs = target._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False)
     with users_default():
         return target.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs), model_kwargs
@@ -102,7 +102,7 @@ def extra_inputs(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str
 
     def says_nothing(name: str, value: Any) -> bool:
         if isinstance(value, Tensor):
-            # Of blank marks multimodal models take no notice; models of text have embeddings of them.
+            # Multimodal models ignore blank marks; models of text have embeddings for them.
             return multimodal and name in _MARKS and not bool(value.any())
         return value is None or (isinstance(value, dict) and not value)
 
@@ -127,7 +127,7 @@ class StockSteps:
         self._cache = cache_name(target)
         mask = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long().to(ids.device)
         kwargs: dict[str, Any] = {"attention_mask": mask, self._cache: cache, "use_cache": True}
-        # As `generate` does, which looks at the instance's forward.
+        # `generate` too looks at the instance's forward.
         if "position_ids" in inspect.signature(target.forward).parameters:
             asked = {**kwargs, self._cache: None}
             kwargs["position_ids"] = target._prepare_position_ids_for_generation(ids, asked)

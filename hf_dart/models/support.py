@@ -19,9 +19,9 @@ from hf_dart.cache.stock_layers import (
 )
 
 _LAYERS = (*SIMPLE_LAYERS, DummyLayer, LinearAttentionLayer)
-# Kinds of decoders that would cost more than they are used, and why they take no tree.
+# Kinds of decoders that are too rare to be worth their code, and why they take no tree.
 _FAMILIES = {"recurrent_gemma": "keeps running states in its modules, from which rejected drafts cannot be taken back"}
-# Shares of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
+# Dropout rates of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
 _OTHER_HEADS = ("classifier", "summary")
 
 

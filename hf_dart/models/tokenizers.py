@@ -48,11 +48,11 @@ def tokenizer_beside(target: PreTrainedModel) -> Tokenizer | None:
             _raise_exceptions_for_connection_errors=False,
             _raise_exceptions_for_gated_repo=False,
         )
-    except (HFValidationError, OSError):  # the path of a folder that is gone is no name of a repository
+    except (HFValidationError, OSError):  # the path of a deleted folder is no valid repository id
         return None
     if path is None:
         return None
     try:
         return Tokenizer.from_file(path)
-    except Exception as error:  # of no class of its own
+    except Exception as error:  # tokenizers raises plain `Exception`s
         raise ValueError(f"{path} is no tokenizer ({sentence(error)}); fetch the target again.") from error

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Roundings of the largest number that sums in another order may differ by, and the least share of it that is allowed:
+# Number of roundings by which sums in another order may differ, and the least relative difference that is allowed:
 # some families compute parts in float32 whatever their dtype.
 _ROUNDINGS, _LEAST = 16, 2.0**-15
-# Times that a difference which is known to be rounding may be exceeded by another one.
+# Factor by which a difference may exceed one that is known to be rounding.
 _NOISE = 8
 
 

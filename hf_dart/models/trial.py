@@ -55,9 +55,9 @@ _SHORTER = [0, 2]  # or this by a second row
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
 # after, every node is past it.
 _AROUND = (-3, 5)
-# Windows of more slots are looked at only by a call that needs as much memory itself.
+# Larger windows are tried only by a call that needs as much memory itself.
 _AT_ATTACH = 8191
-# Entries at the edge of a window are made this much louder than the others, at most.
+# Entries at the edge of a window are scaled up by at most this factor.
 _LOUDEST = 64.0
 
 # Texts that may differ before a target is refused: rounding may send a token to another expert.
@@ -67,7 +67,7 @@ _TRIES = 3
 _ONE, _UNPADDED, _PADDED = (0,), (0, 0), (0, 3)
 
 _Case = tuple[Any, ...]
-# Models, and up to how many slots each was found right in this process, as it was then.
+# Per model and identity, the number of slots up to which it passed in this process.
 _passed: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
 
 
@@ -138,7 +138,7 @@ def check_verification(
     passed = _passed.setdefault(model, {})
     table = position_limit(model)[0] + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
-    if not highest(model, slots > passed.get(case, 0))[0]:  # one process alone may have a hook, which is tried in all
+    if not highest(model, slots > passed.get(case, 0))[0]:  # a hook may be in one process alone; then all run the trial
         return
     with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
         ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
@@ -149,7 +149,7 @@ def check_verification(
         lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
         for length in sorted({_PROMPT} | {length for length in lengths if length > _PADDED[1]}):
             trial.run(length)
-    # A mark at the end of the position table is looked at again by a call that goes further.
+    # A mark at the end of the position table is tried again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
     passed[*identity(model), pads] = max(slots, min(ahead, default=sys.maxsize))  # of unpacked weights
 
@@ -236,7 +236,7 @@ class _Trial:
         """
         nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
         kept = [_KEPT if row == 0 else _SHORTER for row in range(len(tokens))]
-        # Rows of paths [B, n], a shorter one filled up by what is not looked at.
+        # Rows of paths [B, n]; a shorter one is padded with nodes that are not compared.
         filled = [torch.cat([nodes[row, path], after[row], nodes[row]]) for row, path in enumerate(kept)]
         committed = torch.stack([row[: len(_KEPT) + 1] for row in filled])
         with _explained(self._model, self._text):

@@ -83,7 +83,7 @@ class Verifier:
         if self.shift is not None:
             positions = (lengths + self.shift.cpu()).view(-1, len(lengths)).amax(0)
         left = (self._last_position - positions).clamp(min=0)
-        # Past a soft end the target runs on as it would without drafts.
+        # Beyond a soft limit the target runs on as it would without drafts.
         return (left if self._hard else left.masked_fill(positions > self._last_position, MAX_DRAFT_LENGTH)).tolist()
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -179,7 +179,7 @@ class Verifier:
         Models with several kinds of layers take a dict, the others one tensor; None without attention.
         """
         dtype = self.target.dtype
-        # Half of the least number: kernels that take exp2 multiply by log2(e), and -inf of a row that sees nothing in
+        # Half of the least number: kernels that take exp2 multiply by log2(e), and -inf of a row that has no key in
         # one block of keys would become NaN. It is as good as hidden: exp() of it is 0 next to any score.
         hidden = torch.finfo(dtype).min / 2
         masks: dict[str, Any] = {}

@@ -37,7 +37,7 @@ class ChainScores:
         """
         more = candidates.shape[-1] - self.scores.shape[-1]
         scores = torch.nn.functional.pad(self.scores, (0, more), value=-inf)
-        drafted = torch.zeros_like(candidates, dtype=torch.bool)  # the candidate before is the draft's
+        drafted = torch.zeros_like(candidates, dtype=torch.bool)  # True if the candidate before is the draft's
         drafted[:, 1:] = candidates[:, :-1] == self.tokens[:, :-1, None]
         return torch.where(drafted[..., None], scores[:, :, None], steps)
 

@@ -99,10 +99,10 @@ class TreeConfig:
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
-        if self.refine > MAX_DRAFT_LENGTH:  # a draft is settled from its first token on, one by each pass
+        if self.refine > MAX_DRAFT_LENGTH:  # each pass fixes one more token, from the first on
             raise ValueError(f"TreeConfig.refine is {self.refine}; give {MAX_DRAFT_LENGTH} or less.")
         if self.verify_costs not in ((), []):
-            # Lists, where they come from a JSON file.
+            # They are lists if they come from a JSON file.
             object.__setattr__(self, "verify_costs", checked_points("TreeConfig.verify_costs", self.verify_costs))
         if self.scores not in ("survival", "paper"):
             raise ValueError(f"TreeConfig.scores is {self.scores!r}; give 'survival' or 'paper'.")

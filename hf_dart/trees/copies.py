@@ -69,7 +69,7 @@ class RowLookup:
             if chance ** (offset + 1) < WORTH:
                 break
             source = best_end + offset
-            # A match that reaches into the present goes on with its own copy: the text is in a loop.
+            # A match that reaches the end of the text continues with its own copy: the text is in a loop.
             self._copied.append(tokens[source] if source < ends else self._copied[source - ends])
         return self._copied, log(chance)
 

@@ -56,14 +56,14 @@ def grow_on_host(
         The trees, on the CPU. A row that has fewer nodes than others has empty ones.
     """
     roots = candidates.history[:, -1:]
-    with np.errstate(divide="ignore", invalid="ignore"):  # logarithms of what is no candidate
+    with np.errstate(divide="ignore", invalid="ignore"):  # logarithms of missing candidates
         levels = _levels(candidates, nodes - 1, nodes if beam is None else beam) if nodes > 1 else []
     pool = np.concatenate([np.empty((len(roots), 0)), *(level.scores.reshape(len(roots), -1) for level in levels)], 1)
     per_row = np.ones(len(roots)) if weights is None else np.array(weights)
     drafted = candidates.tokens.shape[1]
     if cost is not None and cost.level:
         depths = _depths(levels, drafted)
-        # What was looked at down to a depth is the same, however deep the search went on.
+        # The nodes down to a depth are the same, however deep the search went on.
         best = [
             _best(np.where(depths <= deepest, pool, -inf), nodes, cost, per_row, deepest)
             for deepest in range(1, int(depths.max(initial=0)) + 1)
@@ -197,7 +197,7 @@ def _tree(tokens: Array, parents: Array, depths: Array, scores: Array) -> DraftT
 def _ancestors(parents: Array, deepest: int) -> Array:
     """Ancestors [B, N, N] by `parents` [B, N], -1 for the root and empty nodes; none lies deeper than `deepest`."""
     nodes = np.arange(parents.shape[1])
-    above = np.where(parents < 0, nodes, parents)  # these stay where they are
+    above = np.where(parents < 0, nodes, parents)  # roots point to themselves
     ancestors = np.zeros((*parents.shape, len(nodes)), dtype=bool)
     rows = np.arange(len(parents))[:, None]
     up = nodes[None]

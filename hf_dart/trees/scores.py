@@ -85,7 +85,7 @@ class _OneRound:
             self._tokens = self._ngrams.known(tokens)[:, :, None]  # [B, d, 1, K]
         if self._paper:
             xp = namespace(steps)
-            # The epsilon would make a candidate of what is none.
+            # The epsilon would turn missing candidates into candidates.
             self._steps = xp.where(steps > -inf, xp.log(xp.exp(steps - log_sum(steps)) + _EPSILON), -inf)
         else:
             self._steps = steps if self._ngrams is not None else bounded(steps)

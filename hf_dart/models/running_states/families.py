@@ -26,10 +26,10 @@ from hf_dart.models.running_states.tree_forward import Form, Mixer, forward_befo
 from hf_dart.models.tolerance import same
 from hf_dart.trees.tree import DraftTree
 
-# Larger trees go by levels: what the nodes see of each other grows with the square of their number, and more. So does
-# a single node, which is stock's own step then, wherever trees may.
+# Larger trees are run by levels, as the cost of nodes attending to each other grows with the square of their number
+# or faster. So is a single node, wherever trees may be: then it is stock's own step.
 _MOST = 128
-# Delta rules are summed in float32 by the modules, whatever their dtype: wider ones go by levels, which sum as stock.
+# Modules sum delta rules in float32, whatever their dtype: wider ones are run by levels, which sum as stock does.
 WIDEST_RULE = torch.float32
 
 # Deeper than the windows of convolutions, with siblings; the second row has empty nodes.
@@ -187,7 +187,7 @@ def form_of(module: nn.Module, slots: tuple[StateSlot, ...], cache: Cache, width
         return by_levels
     try:
         return AtOnce(family) if _agree(module, AtOnce(family), slots, cache, width) else by_levels
-    except Exception:  # of another release or an offloaded one
+    except Exception:  # a module of another release, or an offloaded one
         return by_levels
 
 

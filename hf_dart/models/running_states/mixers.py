@@ -35,7 +35,7 @@ class _Asked:
     entries: bool = False
 
 
-# Of each model, as it was then: names of its mixers, their slots, and how they take trees.
+# Per model, by its identity: names of its mixers, their slots, and the form in which they take trees.
 _Found = list[tuple[str, tuple[StateSlot, ...], Form]]
 _found: WeakKeyDictionary[Any, tuple[Any, _Found]] = WeakKeyDictionary()
 
@@ -81,7 +81,7 @@ def _names_of(model: PreTrainedModel) -> _Found:
         slots = tuple(sorted(slot for one in inside for slot in one.slots if slot in held))
         code = type(module), *((slot.kind, slot.number) for slot in slots)
         if code not in forms:
-            with torch.autocast(tokens.device.type, enabled=False):  # its roundings would hide what differs
+            with torch.autocast(tokens.device.type, enabled=False):  # its rounding would hide differences
                 forms[code] = form_of(module, slots, cache, text.hidden_size)
         found.append((name, slots, forms[code]))
     return found

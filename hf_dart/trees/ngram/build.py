@@ -106,7 +106,7 @@ def merge(
                 "of one order and one tokenizer."
             )
     asked = _check_min_counts(spec, min_counts)
-    least = np.min([source.min_counts for source in sources], axis=0)  # what one has pruned another may have kept
+    least = np.min([source.min_counts for source in sources], axis=0)  # one may have pruned what another kept
     kept = tuple(np.maximum(asked, least).tolist())
     path = Path(path)
     with TemporaryDirectory(dir=folder_of(path), prefix=".ngram-") as folder:
@@ -196,7 +196,7 @@ def _summed(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
     counts = np.concatenate([counts for _, counts in parts])
     if not len(keys):
         return keys, counts.astype(np.int64)
-    order = keys.argsort(kind="stable")  # finds the sorted runs that are there
+    order = keys.argsort(kind="stable")  # a stable sort uses existing sorted runs
     keys, counts = keys[order], counts[order]
     first = np.flatnonzero(np.append(True, keys[1:] != keys[:-1]))
     return keys[first], np.add.reduceat(counts, first, dtype=np.int64)
