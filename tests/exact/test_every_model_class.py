@@ -17,7 +17,7 @@ from hf_dart import DartHead, LookupDrafter, attach
 from hf_dart.models.features import layer_count
 
 CLASSES = class_names()
-SAMPLE = random.Random(0).sample(CLASSES, 8)
+SAMPLE = random.Random(0).sample([name for name in CLASSES if name.endswith("CausalLM")], 24)  # others take long
 
 
 def check(report: Report) -> None:
@@ -33,7 +33,7 @@ def test_a_sample() -> None:
         report = examine(name, QUICK)
         check(report)
         kinds[report.kind] += 1
-    assert kinds["exact"] >= len(SAMPLE) // 2, kinds
+    assert kinds["exact"] > len(SAMPLE) // 2, kinds
 
 
 _OTHERWISE = "computes something else for a token tree than stock does token by token"

@@ -13,7 +13,7 @@ from support.caches import CLOSE, FP32, assert_same_cache, assert_same_states
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_running_states
-from support.guests import ZLAB, dflash_checkpoint
+from support.guests import dflash_drafter
 from support.interruptions import TOKENS, assert_goes_on, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import KINDS, RAGGED, assert_turns_are_stocks, behind
@@ -21,10 +21,9 @@ from support.users import TOKENIZER
 from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dart import LookupDrafter, TreeConfig, attach
+from hf_dart import TreeConfig, attach
 from hf_dart.cache.states import RunningStates, states_of
 from hf_dart.decoding import feed
-from hf_dart.drafters.dflash.drafter import DFlashDrafter
 
 pytestmark = needs_running_states
 NO_ADAPTER_AFTER_MIXERS = {"falcon_h1", "nemotron_h", *WITHOUT_ATTENTION}  # PEFT refuses it
@@ -39,6 +38,7 @@ def by_default(*families: str) -> list[Any]:
     return [name if name in families else pytest.param(name, marks=pytest.mark.matrix) for name in HYBRIDS]
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("family", SAMPLE)
 def test_a_sample_of_families(family: str) -> None:
     target = attach(tiny_target(family))
@@ -47,20 +47,6 @@ def test_a_sample_of_families(family: str) -> None:
         known = replay(target, inputs, misses=[0.1, 0.5, 0.3, 0.4][:size], **options)
         assert_identical(target, known if drafter == "known" else tiny_head(target), inputs, into=EXACT, **options)
         assert drafter != "known" or known.last_stats.tau > 1.3
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("family", HYBRIDS)
-def test_families(family: str) -> None:
-    target = attach(tiny_target(family))
-    for size in (1, 4):
-        inputs = batch(size, "sdpa")
-        drafters = [tiny_head(target), tiny_eagle_drafter(target), LookupDrafter(TreeConfig(nodes=8))]
-        for options in MODES.values():
-            options = {**options, "max_new_tokens": 24}
-            known = replay(target, inputs, misses=[0.1, 0.6, 0.3, 0.9][:size], **options)
-            for drafter in (known, *drafters):
-                assert_identical(target, drafter, inputs, into=EXACT, **options)
 
 
 TURNS: list[Any] = [
@@ -134,10 +120,23 @@ def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> N
         assert torch.equal(turns[0].sequences, turns[1].sequences)
 
 
-@pytest.mark.parametrize(("family", "lengths"), [("lfm2", RAGGED), ("falcon_h1", [7])])
-def test_interrupted_anywhere(family: str, lengths: list[int]) -> None:
-    reached = interrupt(family, "dynamic", lengths, True, cases=6, seed=1)
-    assert len(set(reached)) > 3
+@pytest.mark.parametrize(
+    ("family", "kind", "lengths", "cases"),
+    [
+        ("lfm2", "dynamic", RAGGED, 5),
+        ("falcon_h1", "dynamic", [7], 5),
+        *(
+            pytest.param(family, kind, lengths, 24, marks=pytest.mark.matrix)
+            for family in SAMPLE
+            if family in TELLS_LENGTH
+            for kind in KINDS
+            for lengths in ([7], RAGGED)
+        ),
+    ],
+)
+def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], cases: int) -> None:
+    reached = interrupt(family, kind, lengths, True, cases=cases, seed=1)
+    assert len(set(reached)) > 2
 
 
 class Fails(BaseStreamer):
@@ -225,14 +224,6 @@ def test_a_target_with_adapters(family: str) -> None:
         tuned.merge_adapter()
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("lengths", [[7], RAGGED], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", [family for family in SAMPLE if family in TELLS_LENGTH])
-def test_interrupted_anywhere_often(family: str, kind: str, lengths: list[int]) -> None:
-    interrupt(family, kind, lengths, True, cases=24, seed=2)
-
-
 @pytest.mark.parametrize("family", by_default("falcon_h1"))
 def test_all_that_a_call_returns(family: str) -> None:
     target, close = attach(tiny_target(family)), FP32 if family in ROUNDS_INSIDE else CLOSE
@@ -270,17 +261,11 @@ def test_levels_are_as_many_as_pay() -> None:
 
 
 @pytest.mark.parametrize("family", by_default("qwen3_5"))
-def test_dflash(family: str, tmp_path: Path) -> None:
+def test_drafters_with_keys_and_values_of_their_own(family: str, tmp_path: Path) -> None:
     target = attach(tiny_target(family))
-    drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(tmp_path, target, ZLAB), target=target, dtype="float64")
-    for size, mode in ((1, "T=1"), (4, "greedy")):
-        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=16, **MODES[mode])
-
-
-def test_eagle() -> None:
-    target = attach(tiny_target("qwen3_5"))
-    for size in (1, 4):
-        assert_identical(target, tiny_eagle_drafter(target), batch(size, "sdpa"), max_new_tokens=16, do_sample=False)
+    for drafter in (dflash_drafter(tmp_path, target).double(), tiny_eagle_drafter(target)):
+        for size, mode in ((1, "T=1"), (4, "greedy")):
+            assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=16, **MODES[mode])
 
 
 def test_a_failure_in_the_prefill_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

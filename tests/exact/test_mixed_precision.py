@@ -17,9 +17,8 @@ from accelerate.utils import convert_outputs_to_fp32
 from support import tiny
 from support.cases import GREEDY, SAMPLED, batch, replay
 from support.compare import tally
-from support.engines import engine
 from support.families import needs_running_states
-from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
+from support.tiny import tiny_eagle_drafter, tiny_head, tiny_target
 from transformers import LlamaForCausalLM
 
 from hf_dart import LanguageModelDrafter, attach
@@ -61,7 +60,8 @@ def same_up_to_near_ties(target: Any, drafter: Any, inputs: dict[str, Any], opti
     return ours.stats
 
 
-@pytest.mark.parametrize(("family", "size"), [("qwen3", 1), ("qwen3", 4), ("gemma3", 4), HYBRID])
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize(("family", "size"), [("qwen3", 1), ("gemma3", 4), HYBRID])
 @PLACES
 def test_modes(place: Place, family: str, size: int) -> None:
     target, inputs = tiny_target(family, dtype=torch.float32), batch(size, "sdpa")
@@ -73,24 +73,20 @@ def test_modes(place: Place, family: str, size: int) -> None:
             assert stats.tau > 1.3
 
 
-@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny.tiny_diffusion_drafter])
+def language_model(target: Any) -> LanguageModelDrafter:
+    return LanguageModelDrafter(tiny_target("qwen3", dtype=torch.float32, num_hidden_layers=1), target)
+
+
+@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny.tiny_diffusion_drafter, language_model])
 @PLACES
 def test_drafters(place: Place, make: Callable[[Any], Any]) -> None:
     target = tiny_target("qwen3", dtype=torch.float32)
     drafter = make(target)
-    with place(target):
-        for size in (1, 4):
+    with place(target), place(drafter.model) if make is language_model else nullcontext():
+        for size, mode in ((1, GREEDY), (4, SAMPLED if make is language_model else GREEDY)):
             label = f"{place.__name__}, {type(drafter).__name__}, {size}"
-            stats = same_up_to_near_ties(target, drafter, batch(size, "sdpa"), GREEDY, label)
-            assert stats.tau > 1.1
-
-
-@PLACES
-def test_a_language_model_drafts(place: Place) -> None:
-    target, small = (tiny_target("qwen3", dtype=torch.float32, num_hidden_layers=layers) for layers in (3, 1))
-    drafter = LanguageModelDrafter(small, target)
-    with place(target), place(small):
-        same_up_to_near_ties(target, drafter, batch(4, "sdpa"), SAMPLED, f"{place.__name__}, a language model")
+            stats = same_up_to_near_ties(target, drafter, batch(size, "sdpa"), mode, label)
+            assert stats.tau > 1.1 or make is language_model
 
 
 @PLACES
@@ -143,14 +139,3 @@ def test_running_states_go_through_a_tree_at_once() -> None:
     target = tiny_target("qwen3_5", dtype=torch.float32)
     with around(target):
         assert {type(mixer.form) for mixer in mixers_of(target)} == {AtOnce}
-
-
-@PLACES
-def test_rounds_on_fixed_shapes(place: Place) -> None:
-    target, inputs = tiny_target("qwen3", dtype=torch.float32), prompts([7])
-    head = tiny_head(target)
-    made = engine(target, head)
-    with place(target):
-        for options in (GREEDY, SAMPLED):
-            same_up_to_near_ties(target, head, inputs, options, f"{place.__name__}, fixed shapes")
-    assert all(made.tiers)

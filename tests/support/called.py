@@ -173,7 +173,7 @@ def call(
         assert torch.equal(value, kept[name]), f"{name} was written to"
     # Stock's first call shows ids in the dtype that they were passed in.
     calls = [(one[0].long() if isinstance(one[0], Tensor) else one[0], *one[1:]) for part in told for one in part.calls]
-    return Outcome(output, error, torch.get_rng_state()), calls
+    return Outcome(output, torch.get_rng_state(), error), calls
 
 
 @dataclass

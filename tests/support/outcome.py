@@ -10,26 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.compare import Run
+
 
 @dataclass
-class Outcome:
+class Outcome(Run):
     """What a call returned or raised, and the generator's state after it."""
 
-    output: Any
-    error: type[Exception] | None
-    state: Tensor
-
-    @property
-    def sequences(self) -> Tensor:
-        return self.output if isinstance(self.output, Tensor) else self.output.sequences
+    error: type[Exception] | None = None
 
 
 def call(target: Any, seed: int, **options: Any) -> Outcome:
     torch.manual_seed(seed)
     try:
-        return Outcome(target.generate(**options), None, torch.get_rng_state())
+        return Outcome(target.generate(**options), torch.get_rng_state())
     except (ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
-        return Outcome(error, type(error), torch.get_rng_state())
+        return Outcome(error, torch.get_rng_state(), type(error))
 
 
 def same(ours: Outcome, stock: Outcome) -> None:

@@ -6,21 +6,14 @@ import string
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import LogitsProcessor, StoppingCriteria
 
+from support.letters import letters
 from support.tiny import VOCABULARY
 
-
-def letters() -> PreTrainedTokenizerFast:
-    """As many letters as there are tokens: ids and texts map one to one."""
-    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(string.ascii_letters[:VOCABULARY])}, []))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-TOKENIZER = letters()
+TOKENIZER = letters(string.ascii_letters[:VOCABULARY])
+"""As many letters as there are tokens: ids and texts map one to one."""
 
 
 class OwnError(Exception):

@@ -1,7 +1,10 @@
-"""Code of the user's own that draws, or samples texts itself, while a drafted call runs."""
+"""Calls that meet: in threads beside each other, or inside code of the user's own that a drafted call runs."""
 
 from __future__ import annotations
 
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -109,3 +112,43 @@ def test_drafters_that_draw(target: Any, more: dict[str, Any]) -> None:
     assert_identical(target, drafter, inputs, **SAMPLED, **more)
     assert drafter.last_stats is not None
     assert drafter.last_stats.tau > 1.3
+
+
+# ---- in threads ------------------------------------------------------------------------------------------
+
+
+def test_two_targets_with_two_heads_each() -> None:
+    """Greedy: all threads of a process share the generator that sampling draws from."""
+    targets = [tiny_target(family) for family in ("llama", "gemma3")]
+    heads = [[tiny_head(target, seed=seed) for seed in (0, 1)] for target in targets]
+    inputs = [prompts([9, 4], seed=seed) for seed in (0, 1)]
+    options = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.2}
+    stock = [[target.generate(**each, **options).tolist() for each in inputs] for target in targets]
+    jobs = list(itertools.product(range(2), range(2), range(2)))
+    together = Barrier(len(jobs))
+
+    def call(which: int, head: int, prompt: int) -> bool:
+        together.wait()
+        found = [
+            targets[which].generate(**inputs[prompt], **options, assistant=heads[which][head]).tolist()
+            for _ in range(2)
+        ]
+        return found == [stock[which][prompt]] * 2
+
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        assert all(pool.map(lambda job: call(*job), jobs))
+    assert all(head.last_stats.tau > 1 for pair in heads for head in pair)
+
+
+def test_sampled_calls_side_by_side_draw_noise_of_their_own(target: Any, head: DartHead) -> None:
+    """As stock's do. Afterwards a seed gives stock's text again."""
+    options = {**SAMPLED, "max_new_tokens": 40, "temperature": 2.0}
+    begin = Barrier(4)
+
+    def work(_: int) -> tuple[int, ...]:
+        begin.wait()
+        return tuple(target.generate(**INPUTS, **options, assistant=head)[0].tolist())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(work, range(4)))) == 4
+    assert_identical(target, head, INPUTS, **options)
