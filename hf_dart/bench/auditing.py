@@ -1,4 +1,4 @@
-"""`hf-dart audit`: drafted against stock for any pair, prompt by prompt, beside stock against stock."""
+"""`hf-dart audit`: drafted against stock for any pair, prompt by prompt, with stock against stock as the control."""
 
 from __future__ import annotations
 

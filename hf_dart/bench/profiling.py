@@ -99,8 +99,8 @@ def measure(
     endless.do_sample, endless.eos_token_id = False, None
     head = pair.head if pair.head.draft_length else _AnyDraft(vocabulary, pair.model.device)
     levels = takes_levels(pair.model)
-    # Where levels are computed one by one, they cost beside nodes: sizes are measured on one level, and a level is what
-    # a chain costs more than as many nodes on one.
+    # If levels are computed one by one, each has a cost of its own: sizes are measured on one level, and a level costs
+    # what a chain costs more than as many nodes on one level.
     flat = TreeConfig(depth=1, lookup=0, top_k=min(max(sizes[-1], _DEPTH), vocabulary))
     depth = depth or head.tree_config.depth
     trees: dict[str | int, TreeConfig] = {

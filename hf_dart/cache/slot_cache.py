@@ -129,7 +129,7 @@ class SlotCache:
         return other
 
     def add(self, specs: Sequence[SlotSpec], window: int | None = None) -> LayerBuffers:
-        """Make buffers of these shapes, of layers that see `window` positions; None if all."""
+        """Make buffers of these shapes, of layers that attend to `window` positions; None if all."""
         made = LayerBuffers.of(specs, self.counted, max(self.capacity, self.end), self.most, window)
         self.buffers.append(made)
         return made

@@ -172,13 +172,13 @@ class SlotStore:
 class LayerBuffers:
     """Buffers in which position p of a row lies in slot p - `first`.
 
-    Layers with a sliding window need the last positions of each row alone. What no row will see again makes room for
+    Layers with a sliding window need the last positions of each row alone. What no row needs any more makes room for
     what comes, so that such layers cost memory and time for their window, however long the text; a row that has ended
     keeps what it saw, and with it all that follows.
 
     Attributes:
         store: the buffers.
-        window: how many positions a query sees, itself included; None if all.
+        window: how many positions a query attends to, its own included; None if all.
         first: position in slot 0.
         shown: first position that queries are shown; masks hide more of them.
     """
@@ -199,7 +199,7 @@ class LayerBuffers:
             lengths: [B] committed positions per row.
             capacity: positions to make room for at first.
             most: positions that will be needed at most, if that is known.
-            window: how many positions a query sees; None if all.
+            window: how many positions a query attends to; None if all.
         """
         longest, first = int(lengths.max()), _unseen(lengths, window, SLACK)
         capacity = max(capacity, longest)

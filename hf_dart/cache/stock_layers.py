@@ -38,7 +38,7 @@ try:
         LinearAttentionAndStaticFullAttentionLayer,
         LinearAttentionAndStaticSlidingWindowAttentionLayer,
     )
-    """Layers that keep keys and values, and running states beside them."""
+    """Layers that keep keys and values as well as running states."""
 except ImportError:  # pragma: no cover
     LinearAttentionLayer = type("LinearAttentionLayer", (), {})
     MIXED_LAYERS = ()

@@ -27,7 +27,7 @@ from hf_dart.cache.stock_layers import (
 
 
 class TargetCache:
-    """Entries of attention in slots, and running states beside them, committed together.
+    """Entries of attention in slots, and running states, committed together.
 
     A running state cannot be shortened: a row that is truncated goes back to its prompt, in its attention layers too.
 
@@ -37,7 +37,7 @@ class TargetCache:
         capacity: positions to make room for at first.
         keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
         most: positions that the call will need at most, if that is known.
-        windows: how many positions the queries of each attention layer see, as far as that need not be all.
+        windows: how many positions each attention layer's queries attend to, as far as that need not be all.
 
     Attributes:
         cache: goes into the target's forward as `past_key_values`.

@@ -326,7 +326,7 @@ def refuse_cache_length(
     """Raise for a cache that does not fit the prompt, or is too short for the answer.
 
     Args:
-        windows: how many positions each of its attention layers sees; None for all.
+        windows: how many positions each of its attention layers attends to; None for all.
         cached: slots that the cache holds.
         first: slot of the first token (or embedding) that is passed.
         total: slots of prompt and cached prefix.

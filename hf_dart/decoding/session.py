@@ -71,7 +71,7 @@ class Session:
     Attributes:
         request: what was asked for.
         rows: the text of each row.
-        streaming: who sees it.
+        streaming: the streamer that gets its tokens.
         stats: what was done.
         pace: how rounds are drafted, and what they cost.
         drafter_runner: the drafter's side.

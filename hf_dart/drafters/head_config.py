@@ -25,8 +25,8 @@ class HeadConfig(DrafterConfig):
         fusion_bias, attention_bias, output_bias, mlp_bias: biases of the fusion, of q, k and v, of the attention's
             output, and of the MLP.
         qk_norm: norms of queries and keys.
-        windows: per layer, how many positions of the text an entry sees, its own included; 0 is all, and an empty list
-            is all in every layer.
+        windows: per layer, how many positions of the text an entry attends to, its own included; 0 is all, and an
+            empty list is all in every layer.
         rope_frequencies: rotary frequencies [head_dim / 2]; None are those of rope_theta.
         rope_scale: factor on rotary cosines and sines.
 

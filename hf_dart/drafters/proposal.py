@@ -14,7 +14,7 @@ from hf_dart.trees.vocabulary import columns_of
 AT_ONCE = 512
 """Positions that a drafter takes in at once: its masks grow with them, times all positions before."""
 
-# A logit beside which all others vanish, in any float type.
+# A logit next to which all others vanish, in any float type.
 _CERTAIN = 1e4
 
 Score = Callable[[int, Tensor], Tensor]

@@ -76,7 +76,7 @@ class View:
     Attributes:
         positions: [B, Q].
         slots: [B, Q] that they are written to.
-        seen: [B, Q, S] bool, which of the first S slots each sees.
+        seen: [B, Q, S] bool, which of the first S slots each attends to.
         at: [B, S] the positions of those.
     """
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from hf_dart.errors import sentence
 
 _LARGEST_JSON = 64 * 1024**2
-_LARGEST_PICKLE = 16 * 1024**2  # what names the tensors; their numbers lie beside it
+_LARGEST_PICKLE = 16 * 1024**2  # the pickle that names the tensors, without their numbers
 _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

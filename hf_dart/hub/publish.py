@@ -93,7 +93,7 @@ def push_folder(
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
             CommitOperationAdd(path, content) for path, content in files.items()
         ]
-        # What an earlier push left would be read beside these weights, or tell of others.
+        # Files of an earlier push would be read together with these weights, or describe others.
         there = api.list_repo_files(repository, revision=parent)
         operations += [CommitOperationDelete(path) for path in there if path not in files and _OURS.fullmatch(path)]
         # With the parent named, a card that somebody changes meanwhile is not overwritten.

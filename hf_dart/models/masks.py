@@ -1,4 +1,4 @@
-"""The kinds of attention layers that a target has, and what each lets a query see."""
+"""The kinds of attention layers that a target has, and the positions that a query attends to in each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class MaskKind:
 
     Attributes:
         name: its key in the model's mask dict.
-        window: how many positions a query sees, itself included; or the size of chunks.
+        window: how many positions a query attends to, its own included; or the size of chunks.
         layer: one layer of that kind.
     """
 
@@ -26,7 +26,7 @@ class MaskKind:
     layer: int
 
     def horizon(self, positions: Tensor) -> Tensor | None:
-        """Return the last position that queries at `positions` no longer see; None if they see all."""
+        """Return the last position to which queries at `positions` no longer attend; None if they attend to all."""
         if self.window is None:
             return None
         if self.name == "chunked_attention":  # chunks of the text, which do not attend to each other
@@ -35,7 +35,7 @@ class MaskKind:
 
 
 def layer_windows(target: PreTrainedModel, prefilled: Cache) -> list[int | None]:
-    """Return the number of positions that queries of each attention layer of a prefilled cache see; None for all.
+    """Return the number of positions that each attention layer of a prefilled cache attends to; None for all.
 
     It is what stock's own cache says: one that a user made without a config knows of no windows, while the model's
     masks do.

@@ -130,7 +130,7 @@ class Verifier:
         """Run a tree for which the cache has room through the target, its roots standing at `roots` [B].
 
         Args:
-            masked: False where the trees are roots alone, which see what stock's steps would.
+            masked: False where the trees are roots alone, which attend to what stock's steps would.
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
@@ -173,7 +173,7 @@ class Verifier:
         return outputs.logits, gather_features(outputs, self.feature_layers, tree.tokens)
 
     def masks(self, tree: DraftTree, positions: Tensor) -> Any:
-        """Additive masks [B, 1, N, S + N]: a node sees committed entries and its ancestors, if in the window.
+        """Additive masks [B, 1, N, S + N]: a node attends to committed entries and its ancestors, if in the window.
 
         Float masks are right under eager and SDPA; eager would add a bool one to its scores.
         Models with several kinds of layers take a dict, the others one tensor; None without attention.

@@ -43,7 +43,7 @@ class Patience(EarlyStoppingCallback):
 
 
 class WholeCheckpoints(Trainer):
-    """A `Trainer` of a drafter beside a frozen target.
+    """A `Trainer` of a drafter of a frozen target.
 
     A checkpoint has its name when all of it is on the disk, so that whatever is called checkpoint-N can be resumed
     from; and a run resumes from checkpoints of its own drafter alone.

@@ -116,7 +116,7 @@ def _read(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"There is no recipe {str(file)!r}; name a YAML or JSON file, or give its options as flags.")
     try:
-        # JSON is YAML, but YAML says worse what is wrong with it.
+        # Parse JSON with `json`: its error messages are better than YAML's.
         text = file.read_text(encoding="utf8")
         content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:

@@ -1,4 +1,4 @@
-"""Record of a training, as JSON beside the weights, from which the model card is written."""
+"""Record of a training, as JSON in the folder of the weights, from which the model card is written."""
 
 from __future__ import annotations
 

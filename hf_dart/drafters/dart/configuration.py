@@ -43,7 +43,7 @@ class DartConfig(HeadConfig):
         mask_token_id: with "peagle", a token that no text contains; `hf_dart.drafters.vocabulary.unused_token` finds
             one.
         draft_vocab_size: M, how many tokens the head scores (`DartHead.reduce_vocabulary`); None is all of them.
-        block_attention: what a mask slot sees of its own draft: "causal", the slots in front of it, or
+        block_attention: what a mask slot attends to in its draft: "causal", the slots in front of it, or
             "bidirectional", all of them.
         shift_logits: the last real position drafts the first token and mask slot j the token j + 1, so that d - 1
             slots do; without, d slots draft a token each, their own. DART (arXiv 2601.19278) compares both.

@@ -203,7 +203,7 @@ class DartHead(DartModel):
         features, next_tokens, counts = self.read_ahead(state, Verified(features, next_tokens, counts))
         batch, real = next_tokens.shape[:2]
         depth = depth or self.config.draft_length
-        # Where a mask slot sees none after it, a shorter draft is the beginning of the longer one.
+        # If mask slots do not attend to later ones, a shorter draft is the beginning of the longer one.
         draft = depth if self.config.block_attention == "causal" else self.config.draft_length
         shift = int(self.config.shift_logits)
         slots = draft - shift
@@ -261,7 +261,7 @@ class DartHead(DartModel):
         x, residual, context = entries
         queries = x.shape[1]
         positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
-        # A slot may see all of its block, also after the last one that is run.
+        # A slot may attend to all of its block, also after the last one that is run.
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
         end = state.reach(max(queries, block))
         rotation = rotation_at(positions, self.config, self.dtype)

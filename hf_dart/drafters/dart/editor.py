@@ -1,7 +1,7 @@
 """Edit passes: a head runs again on its own draft (as DEdit does, arXiv 2609.38510, here on the head itself).
 
 First draft, edited draft, 1 to 3 passes. Mask slot j, which drafts token j + 1, now holds draft token j and what the
-first pass knew there. Where a slot sees the slots in front of it only, its new distribution is that of token j + 1
+first pass knew there. If a slot attends to earlier slots only, its new distribution is that of token j + 1
 after the draft tokens 1..j, and passes are Jacobi iterations: the k-th has the k + 1 first tokens of the draft that
 tokens drafted one by one would have. That needs the passes to be one function of the draft: all start from the
 hidden states of the first pass, never from each other's.

@@ -47,7 +47,7 @@ class Edits(NamedTuple):
     """The edit pass of `DartModel.forward`.
 
     Attributes:
-        mask: [B, 1, M, T + M] what the slots see; T more keys if features are injected.
+        mask: [B, 1, M, T + M] what the slots attend to; T more keys if features are injected.
         draft: the tokens [B, M] that the slots hold, from the states [B, T + M, H] of the first pass; -1 for slots
             that stay masked.
     """

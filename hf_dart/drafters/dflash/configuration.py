@@ -25,9 +25,9 @@ class DFlashShape:
         before_norm: the last of the target's `hidden_states` is meant as it is before the final norm.
         hidden_size: H, also the width of the target's hidden states, embeddings and LM head.
         num_target_layers, vocab_size: of the target; None where the format does not say.
-        layers: per decoder layer, whether its block is causal, and how far it sees back: a query at q sees a key at k
+        layers: per decoder layer, whether its block is causal, and how far back it attends: a query at q to a key at k
             if q - k <= reach (and k - q <= reach), None for everything.
-        reach_of_block: all entries of a block see as far back as the first one, and all of the block.
+        reach_of_block: all entries of a block attend as far back as the first one, and to all of the block.
         anchor_predicts: entry i of a block predicts the token after its own position, so that a block drafts one more.
         convolution: taps and group size of the convolutions of each layer (`selectors.BlockConvolution`); or None.
         selector: what scores pairs of tokens, "pairs" (`selectors.PairSelector`), "markov" (`MarkovSelector`) or

@@ -205,7 +205,7 @@ class DFlashDrafter(DFlashModel):
     ) -> Proposal:
         self.extend(state, features, next_tokens, counts)
         depth = depth or self.draft_length
-        # Where no entry sees those after it, a shorter draft is the beginning of the longer one.
+        # If no entry attends to later ones, a shorter draft is the beginning of the longer one.
         first = int(not self.shape.anchor_predicts)
         entries = depth + first if all(layer.causal for layer in self.stack) else self.shape.block_size
         last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]

@@ -82,7 +82,7 @@ class DFlashLayer(nn.Module):
         return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
 
     def sees(self, queries_at: Tensor, keys_at: Tensor) -> Tensor:
-        """[B, Q] and [S] positions to [B, 1, Q, S] bool: which keys up to the block's end a query sees."""
+        """[B, Q] and [S] positions to [B, 1, Q, S] bool: the keys up to the block's end that a query attends to."""
         distance = queries_at[..., None] - keys_at
         mask = keys_at <= queries_at[:, -1:, None]
         if self.causal:

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 
 
 class BlockConvolution(nn.Module):
-    """A causal convolution in front of a part of a layer and one after it, which see the block alone.
+    """A causal convolution in front of a part of a layer and one after it, which read the block alone.
 
     Kernels are those learned per channel and, added to them, ones that the input gives per group of channels.
 
     Args:
         hidden_size: H.
-        taps: k, how many entries it sees, its own included.
+        taps: k, how many entries it reads, its own included.
         group_size: channels that share what the input gives.
     """
 

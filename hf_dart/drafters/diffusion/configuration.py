@@ -19,7 +19,7 @@ class DiffusionConfig(DrafterConfig):
         denoise_steps: T, reverse steps per draft; what `drafter.denoise_steps` starts as.
         unmasking: which tokens a reverse step reveals: those whose best choice is likeliest ("confidence"), or the
             first ("left_to_right"); what `drafter.unmasking` starts as.
-        context_window: W, how many tokens back a position sees; at most the length of the rows trained on.
+        context_window: W, how many tokens back a position attends to; at most the length of the rows trained on.
         num_layers: decoder layers of the drafter's own transformer, whose width is `hidden_size`.
         share_embeddings: read and write tokens through the target's embeddings and LM head, which are then not
             stored; otherwise the drafter has its own table, and fits every target with that tokenizer.

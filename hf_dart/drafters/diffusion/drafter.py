@@ -5,7 +5,7 @@ MDLM, arXiv 2406.07524). The transformer takes no time: what is masked says it. 
 models made from language models (DiffuLLaMA, arXiv 2410.17891): an entry predicts the token after it, so that the last
 token of the text predicts the first of the draft, and γ - 1 mask slots the others.
 
-The text itself attends causally, the slots of a block see the text and each other in both directions. A model that
+The text itself attends causally, a block's slots attend to the text and each other in both directions. A model that
 reads the text bidirectionally, too, would have to read all of it again for every draft, since each token changes the
 states of all others. So the keys and values of the text are computed once and kept over all rounds, and a reverse step
 costs γ positions, as in block diffusion (arXiv 2503.09573).
@@ -33,7 +33,7 @@ class View(NamedTuple):
 
     Attributes:
         rotation: of their positions.
-        mask: [B, Q, S] bool, the keys that each of them sees.
+        mask: [B, Q, S] bool, the keys that each of them attends to.
         slots: [B, Q] of the cache that they are written to, or the first of consecutive ones.
         keys: the slots that the mask is about.
     """
@@ -91,7 +91,7 @@ class DiffusionDrafter(DiffusionModel):
         return self.config.share_embeddings
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        # Entries see a window only: in parts of its length, a long prompt costs as much as it is long.
+        # Entries attend to a window only: in parts of its length, the cost of a prompt is linear in its length.
         for part in Verified(features, next_tokens, counts).parts(self.config.context_window):
             x = self.embed_text(part.next_tokens, part.features)
             # Its keys and values are wanted, and no output; one entry's is little.
@@ -112,7 +112,7 @@ class DiffusionDrafter(DiffusionModel):
             )
         features, next_tokens, counts = self.read_ahead(state, Verified(features, next_tokens, counts))
         batch, known = next_tokens.shape
-        # Slots see each other in both directions: a shorter block is not the beginning of the trained one.
+        # Slots attend to each other in both directions: a shorter block is not the beginning of the trained one.
         block = max(depth or 0, self.draft_length)
         taken = counts.to(self._device)
         slots = self.embed(next_tokens.new_full((batch, block - 1), MASK, dtype=torch.long))
@@ -162,12 +162,12 @@ class DiffusionDrafter(DiffusionModel):
         """Return the view of Q entries per row after the cached ones, each attending to the window up to itself.
 
         Args:
-            block: slots that see each other in both directions.
+            block: slots that attend to each other in both directions.
             counts: [B] entries in front of those slots; None if they are the first of the Q.
         """
         window, device = self.config.context_window, self._device
         positions = state.lengths[:, None] + torch.arange(queries, device=device)
-        # Nobody sees what lies in front of the first key.
+        # No entry attends to what precedes the first key.
         first, end = max(state.shortest + 1 - window, 0), state.longest + queries
         state.store.reserve(end)
         keys_at = torch.arange(first, end, device=device)

@@ -24,7 +24,7 @@ class EagleConfig(HeadConfig):
         joined: the fusion takes a token's embedding together with the feature, instead of features of several layers;
             there are no norms in front of the first layer or after the last one (EAGLE-1 and EAGLE-2).
         norm_output: what stands in for the next feature is the output after the final norm, not before it (EAGLE-3.1).
-        windows: as for all heads; a drafted entry sees as many positions of the text as the last one of it.
+        windows: as for all heads; a drafted entry attends to as many positions of the text as its last one.
 
     The other fields are those of `hf_dart.drafters.head_config.HeadConfig`.
 

@@ -1,4 +1,4 @@
-"""Documents to rows of one length: short ones whole, several in a row, none seen by another."""
+"""Documents to rows of one length: short ones whole, several in a row, none of which attends to another."""
 
 from __future__ import annotations
 

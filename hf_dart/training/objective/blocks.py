@@ -22,7 +22,7 @@ from hf_dart.training.objective.losses import NO_LABEL
 class Blocks:
     """Positions and masks of blocks, which a drafter's `forward` takes beside features and embeddings.
 
-    A mask is bool, True where a query sees a key: [B, 1, queries, keys]. Keys are all S entries; where features are
+    A mask is bool, True if a query attends to a key: [B, 1, queries, keys]. Keys are all S entries; where features are
     injected, T - 1 more.
 
     Attributes:
@@ -132,10 +132,10 @@ def build_blocks(
         documents: [B, T] document of each token, -1 for padding.
         anchors: [B, K] of `draw_anchors`.
         draft_length: d.
-        bidirectional: the slots of a block see each other in both directions.
-        window: how many positions back real positions are seen, one's own included; None sees them all.
+        bidirectional: the slots of a block attend to each other in both directions.
+        window: how many positions back real positions are attended to, one's own included; None for all.
         injected: also for the keys of injected features, which come after all others; those of a real position are
-            seen by whoever sees that position.
+            attended to by all that attend to that position.
         shifted: the anchor's real position drafts the first token; without, a block has d slots and drafts with these.
     """
     batch, count = anchors.shape

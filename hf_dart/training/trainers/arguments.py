@@ -77,10 +77,10 @@ def _json_object(name: str, text: str | None, example: str) -> dict[str, Any]:
 
 @dataclass
 class HeadArguments(DrafterArguments):
-    """Options of a new [`DartHead`], beside those of every drafter."""
+    """Options of a new [`DartHead`], in addition to those of every drafter."""
 
     block_attention: Literal["causal", "bidirectional"] | None = option(
-        None, "what the mask slots of a draft see of each other"
+        None, "which mask slots of a draft attend to each other"
     )
     shift_logits: bool | None = option(None, "false: every drafted token has a mask slot of its own, the first one too")
     inject_features: bool | None = option(None, "also as keys and values of every layer")

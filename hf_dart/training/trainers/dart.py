@@ -19,7 +19,7 @@ from hf_dart.trees.vocabulary import token_ids
 
 _CANDIDATES = 32  # tokens per depth that a selector learns to rank
 _CERTAIN = 1e4
-"""A logit beside which all others vanish."""
+"""A logit next to which all others vanish."""
 
 
 class DartTrainer(DrafterTrainer[DartHead]):

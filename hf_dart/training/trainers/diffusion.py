@@ -33,11 +33,11 @@ _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
 
 @dataclass
 class DiffusionArguments(DrafterArguments):
-    """Options of a new [`DiffusionDrafter`], beside those of every drafter."""
+    """Options of a new [`DiffusionDrafter`], in addition to those of every drafter."""
 
     denoise_steps: int | None = option(None, "T, reverse steps per draft")
     unmasking: Literal["confidence", "left_to_right"] | None = option(None, "which slots a reverse step reveals")
-    context_window: int | None = option(None, "W, how many tokens back a position sees")
+    context_window: int | None = option(None, "W, how many tokens back a position attends to")
     hidden_size: int | None = option(None, "default: as the target")
     share_embeddings: bool | None = option(
         None, "read and write tokens through the target's embeddings (default) or its own"

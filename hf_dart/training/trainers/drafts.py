@@ -1,4 +1,4 @@
-"""The drafts of a batch's blocks, beside what the target says they should be."""
+"""The drafts of a batch's blocks, and what the target says they should be."""
 
 from __future__ import annotations
 

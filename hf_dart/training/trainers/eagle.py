@@ -16,7 +16,7 @@ from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
 
 @dataclass
 class EagleArguments(DrafterArguments):
-    """Options of a new [`EagleDrafter`], beside those of every drafter."""
+    """Options of a new [`EagleDrafter`], in addition to those of every drafter."""
 
     beam: int | None = option(None, "W, tokens of each depth that are drafted on from")
 

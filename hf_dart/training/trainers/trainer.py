@@ -1,4 +1,4 @@
-"""`DrafterTrainer`: training any drafter beside its frozen target, on `transformers.Trainer`.
+"""`DrafterTrainer`: training any drafter for its frozen target, on `transformers.Trainer`.
 
 Blocks of drafts of one text are trained in one pass, on the hidden states and logits of the target, which runs online.
 """
@@ -67,7 +67,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
 
     Raises:
         ValueError: the drafter does not fit the target, what `args` ask for could not be trained or saved, or one
-            process sees several GPUs.
+            process has several GPUs.
     """
 
     drafter_arguments: ClassVar[tuple[type, ...]] = (DrafterArguments,)
@@ -344,7 +344,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     # ---- what is written ----------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the drafter, and beside it the record of its training (training.json)."""
+        """Save the drafter, and in the same folder the record of its training (training.json)."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             write_training_record(self.record(), output_dir or self.args.output_dir)
