@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
 from statistics import median
@@ -124,6 +124,7 @@ class Pace:
         self._chains = device_type != "cpu" or config.refine > 0
         self._estimate = config.round_cost(batch, device_type, drafted=False)
         self._verify, self._draft_cost = self._estimate.verify, config.draft_cost or 0.0
+        self._filled = np.arange(len(self._verify))
         self._spent: dict[str, float] = {}  # seconds of each phase so far
         self._seconds = 0.0  # of a round that verifies the root alone
         self._emitted, self._copies_cost = [0] * batch, 1.0
@@ -309,6 +310,16 @@ class Pace:
         place = MODES.index(self._record.mode) + step
         return MODES[place] if self._chains or MODES[place] != CHAIN else MODES[place + step]
 
+    def fill_up(self, size_of: Callable[[int], int] | None) -> None:
+        """Count rounds by the size that their trees are filled up to, so that trees of such sizes are preferred.
+
+        Args:
+            size_of: that size, by the nodes of a tree; None for trees that are run as they are.
+        """
+        sizes = range(1, len(self._filled) + 1)
+        self._filled = np.array([min(nodes if size_of is None else size_of(nodes), sizes[-1]) - 1 for nodes in sizes])
+        self._read_timed()
+
     def _time(self, mode: str, nodes: int, levels: int, seconds: Mapping[str, float]) -> None:
         """Measure a round: its draft relative to its own forward, and its forward relative to those of other sizes.
 
@@ -319,6 +330,7 @@ class Pace:
         self._spent, record = spent, self._record
         if verify <= 0:
             return
+        nodes = int(self._filled[nodes - 1]) + 1
         expected = self.cost(drafted=False).of(nodes, levels)
         if mode != PAUSE and "draft_cost" in self._timed:
             looks = 1 if mode == CHAIN else 1 + self._config.refine
@@ -345,7 +357,7 @@ class Pace:
         record = self._record
         if len(record.draft_costs) >= _TIMED_DRAFTS // 3:
             self._draft_cost = median(record.draft_costs)
-        self._verify = self._estimate.verify * record.correction
+        self._verify = (self._estimate.verify * record.correction)[self._filled]
 
 
 def _accepted(copied: Sequence[int], tokens: Sequence[int]) -> int | None:

@@ -74,6 +74,7 @@ class Tier:
         cache, verify, state, propose = session.cache, session.verify, runner.drafter_state.state, runner.propose_with
         cache.release()  # its entries are on the tier now
         session.verify, session.cache = self, self._cache
+        session.pace.fill_up(self._size_of)
         if self._draft_cache is not None:
             runner.drafter_state.state, runner.propose_with = self._draft_cache, self.propose
         try:
@@ -81,6 +82,7 @@ class Tier:
         finally:
             taken, session.cache, session.verify, self._session = session.cache, cache, verify, None
             runner.drafter_state.state, runner.propose_with = state, propose
+            session.pace.fill_up(None)
             if session.request.returns_cache or not session.rows.finished:
                 cache.take_in(taken, rows)
             if self._draft_cache is not None:
@@ -159,11 +161,15 @@ class Tier:
 
     def _forward(self, nodes: int) -> CapturedForward:
         """Return the forward for trees of that many nodes, filled up to a power of two; captured when first needed."""
-        size = nodes if nodes == 1 else min(_filled_up(nodes), self.nodes)
+        size = self._size_of(nodes)
         if size not in self.forwards:
             verifier = self._verifier(self._verify, self._cache.for_nodes())
             self.forwards[size] = CapturedForward(verifier, len(self._cache.lengths), size, self._capture)
         return self.forwards[size]
+
+    def _size_of(self, nodes: int) -> int:
+        """Return the nodes of the forward that trees of that many nodes are run by."""
+        return nodes if nodes == 1 else min(_filled_up(nodes), self.nodes)
 
     def propose(
         self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score

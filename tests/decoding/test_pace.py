@@ -496,3 +496,15 @@ def test_a_slow_drafter_pauses_unless_its_cost_is_given(monkeypatch: pytest.Monk
         assert torch.equal(target.generate(**inputs, **options, assistant=head, tree_config=tree), stock)
         paused[cost] = head.last_stats.paused_rounds
     assert paused[0.0] == 0 < paused[None]
+
+
+def test_trees_are_filled_up_where_that_costs_nothing() -> None:
+    """Sizes of one forward cost the same, so that the largest of them is worth most; others are as they were."""
+    pace = Pace(TreeConfig(draft_cost=0.1), "cpu", 1, 6)
+    before = pace.cost().verify
+    pace.fill_up(lambda nodes: 8 * -(-nodes // 8))
+    filled = pace.cost().verify
+    assert filled[:8].tolist() == [before[7]] * 8
+    assert filled[8:16].tolist() == [before[15]] * 8
+    pace.fill_up(None)
+    assert pace.cost().verify.tolist() == before.tolist()
