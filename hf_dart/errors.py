@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 INSTALLED_FROM = "./hf-dart"
-"""What `pip install` takes: a clone of hf-dart, as long as it is not on PyPI."""
+"""Argument of `pip install`: a clone of hf-dart, as long as it is not on PyPI."""
 LEAST_TEMPERATURE = 1e-6
-"""Of sampling; logits divided by much less would be no numbers any more."""
+"""Least temperature of sampling: logits divided by much less would overflow."""
 
 
 class UserError(Exception):
@@ -152,7 +152,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "dict[str, Any]": (lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
                        "named fields"),
 }  # fmt: skip
-"""By annotation: is a value of that type, and what the type is called."""
+"""Check of a value and name of the type, by annotation."""
 
 
 def check_types(config: Any, kind: type, prefix: str = "") -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from hf_dart import load_drafter
-from hf_dart.bench import profiling, report, rivals, speed, suites
+from hf_dart.bench import baselines, profiling, report, speed, suites
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.profiling import Profile
 from hf_dart.hub.loading import load_target
@@ -69,7 +69,7 @@ def train(kind: str, arguments: argparse.Namespace) -> Path:
 
 def methods(drafters: dict[str, Any], costs: Costs) -> dict[str, dict[str, Any]]:
     """Every drafter with trees of every depth, and stock's prompt lookup."""
-    found: dict[str, dict[str, Any]] = {rivals.LOOKUP: {"prompt_lookup_num_tokens": 10}}
+    found: dict[str, dict[str, Any]] = {baselines.LOOKUP: {"prompt_lookup_num_tokens": 10}}
     for kind, drafter in drafters.items():
         for depth, cost in costs[kind].items():
             # Copies of earlier text would hide what the drafters know.
@@ -152,7 +152,7 @@ def main() -> None:
     content = {
         **report.circumstances(pair, settings, "pytest's source", command),
         "results": report.results(measurements),
-        "drafters": rivals.parameters(measured),
+        "drafters": baselines.parameters(measured),
         "training": trained,
         "costs": {kind: {str(depth): asdict(one) for depth, one in found.items()} for kind, found in costs.items()},
     }

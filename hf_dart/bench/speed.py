@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from hf_dart.bench.baselines import COMPILED, claims_same_text, is_ours, takes
 from hf_dart.bench.exact import Run, compare, run
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.peak_memory import peak_bytes, reset_peak
-from hf_dart.bench.rivals import COMPILED, claims_same_text, is_ours, takes
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.view.tables import STOCK, Verdict
 
@@ -146,7 +146,7 @@ def measure(
 
     Args:
         prompts: token ids.
-        methods: options of `generate` by name, such as `rivals.methods` gives; stock's own is always measured.
+        methods: options of `generate` by name, such as `baselines.methods` gives; stock's own is always measured.
         modes: options of all of them by name.
         progress: told after every call how many are done, and how many there are, those that warm up included.
 
@@ -193,15 +193,15 @@ def measure(
             one.seconds.append(0.0)
             one.written = []
         for batch, mode in {(one.batch, one.mode): None for one in measurements}:
-            rivals = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
+            rows = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
             options = {**modes[mode], "max_new_tokens": settings.new_tokens}
             for number, inputs in enumerate(groups[batch]):
                 runs = {}
-                for one in in_turn(rivals, repeat + number):
+                for one in in_turn(rows, repeat + number):
                     reset_peak(pair.model.device)
                     runs[one.method] = call(one, inputs, settings.new_tokens)
                     one.add(runs[one.method], peak_bytes(pair.model.device), _texts(pair, inputs, runs[one.method]))
-                for one in rivals:
+                for one in rows:
                     if one.verdict is not None:
                         ours, stock = runs[one.method], runs[STOCK]
                         one.verdict += compare(pair.model, inputs, options, settings.seed, stock, ours)

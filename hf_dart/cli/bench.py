@@ -12,7 +12,7 @@ from hf_dart.cli import common
 from hf_dart.errors import as_user_error
 
 _MODES = ("greedy", "penalty", "sampled", "sampled-0.7")
-_RIVALS = ("compiled", "lookup", "chain", "tree", "engine", "copies")
+_METHODS = ("compiled", "lookup", "chain", "tree", "engine", "copies")
 _SMOKE = {"prompts": 2, "new_tokens": 12, "repeats": 2, "batches": (1, 2)}
 _PROMPT_TOKENS, _SMOKE_TOKENS = 96, 24
 
@@ -39,10 +39,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help=f"of {','.join(_MODES)} (default: all)")
     parser.add_argument(
         "--rivals",
-        type=_of(_RIVALS),
+        type=_of(_METHODS),
         default=("lookup", "tree"),
-        metavar="RIVALS",
-        help=f"of {','.join(_RIVALS)}, or all (default: lookup,tree)",
+        metavar="METHODS",
+        help=f"of {','.join(_METHODS)}, or all (default: lookup,tree)",
     )
     parser.add_argument("--assistant-model", metavar="PATH", help="also stock's assisted decoding with this small LM")
     parser.add_argument(
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     common.check_file(arguments.json)
-    from hf_dart.bench import report, rivals, speed
+    from hf_dart.bench import baselines, report, speed
     from hf_dart.view import tables
 
     asked = common.given(arguments, ("prompts", "new_tokens", "repeats", "batches"))
@@ -65,11 +65,11 @@ def _run(arguments: argparse.Namespace) -> int:
     wanted = dict(modes[name] for name in arguments.modes or _MODES)
     pair = common.load(arguments)
     tree = common.tree_config(arguments, pair.head.tree_config)
-    small = None if arguments.assistant_model is None else rivals.load_assistant(arguments.assistant_model, pair)
+    small = None if arguments.assistant_model is None else baselines.load_assistant(arguments.assistant_model, pair)
     drafters = [load_head(path, pair.model, pair.tokenizer) for path in arguments.drafters]
-    methods = rivals.methods(pair, tree, arguments.rivals, small, drafters)
+    methods = baselines.methods(pair, tree, arguments.rivals, small, drafters)
     content = report.circumstances(pair, settings, "", common.command_line(arguments), tree)
-    content |= {"drafters": rivals.parameters(methods), "results": []}
+    content |= {"drafters": baselines.parameters(methods), "results": []}
     identical = True
     for text, prompts in _prompts(arguments, pair.tokenizer, settings.prompts):
         case = {"text": text, "dtype": content["dtype"], "prompt_tokens": max(map(len, prompts))}

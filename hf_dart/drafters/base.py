@@ -43,9 +43,9 @@ class Drafter(_Plain, ABC, Generic[State]):
     engine: Any = None
     """The `Engine` that `hf_dart.compile` made for it; None runs the eager round."""
     fixed_shapes: bool = False
-    """Whether it drafts in one pass over a `SlotCache` that asks the host for nothing, so that it can be captured."""
+    """True if it drafts in one pass over a `SlotCache` that reads nothing from the host, so that it can be captured."""
     warned: bool = False
-    """Has the user been warned that its drafts cost more than they bring?"""
+    """True once the user was warned that its drafts cost more than they bring."""
     _ngram: NgramTable | None = None
     _pace_records: dict[Hashable, Any] | None = None
 

@@ -18,7 +18,7 @@ AT_ONCE = 512
 _CERTAIN = 1e4
 
 Score = Callable[[int, Tensor], Tensor]
-"""Of a depth, from 0, and logits [B, W, V] of W branches: their log-scores [B, W, V], as the tree will rank them."""
+"""Function from a depth (from 0) and logits [B, W, V] of W branches to log-scores [B, W, V] that rank the tree."""
 
 
 class Verified(NamedTuple):

@@ -54,7 +54,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
 
     config: Any
     described_as: ClassVar[str]
-    """What messages call it."""
+    """Name of its kind in messages."""
     draft_vocabulary: Tensor | None
     """[M] ids of the tokens that its logits are about, ascending; None for all."""
     lm_head: nn.Linear | None
@@ -62,10 +62,10 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
     embed_tokens: nn.Embedding | None
     """[V, E] where it reads tokens by a table of its own; None for the target's."""
     reads_rows = False
-    """Are tokens read by the rows of the target's table alone, without the factors that some families put after it?"""
+    """True if tokens are read by the rows of the target's table alone, without the factors of some families."""
     name_or_path: str
     _place: dict[str, Any]
-    """With `name_or_path`: in which revision and subfolder its weights lie."""
+    """Revision and subfolder of its weights, in addition to `name_or_path`."""
     _shared: TargetModules | None = None
 
     def __init__(self, config: Any) -> None:

@@ -52,7 +52,7 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {}
-"""By the `model_type` of their config; a kind is in it once the module of its drafter was imported."""
+"""Kinds by the `model_type` of their config; a kind is in it once the module of its drafter was imported."""
 
 
 def kind_of(config: PreTrainedConfig) -> Kind:

@@ -30,7 +30,7 @@ from hf_dart.models.devices import device_of
 from hf_dart.models.features import lm_head_of
 
 FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""What configs call the number of their modules."""
+"""Names of the number of modules in configs."""
 
 
 _MIMO, _MIMO_V2 = re.compile(r"(^|\.)mtp_layers\.0\."), re.compile(r"(^|\.)mtp\.layers\.0\.eh_proj\.")

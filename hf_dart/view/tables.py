@@ -10,7 +10,7 @@ from typing import Any
 STOCK, OURS = "stock", "hf_dart"
 """Methods of a bench: `generate` as it is, and with the head."""
 UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError)
-"""What the writers of tables raise for JSON that is not what `as_json` gives."""
+"""Errors of the writers of tables for JSON that is not what `as_json` gives."""
 
 
 @dataclass(frozen=True)

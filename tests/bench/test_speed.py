@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dart.bench.rivals import LOOKUP, STOCK
+from hf_dart.bench.baselines import LOOKUP, STOCK
 from hf_dart.bench.speed import MODES
 from hf_dart.cli import main
 from hf_dart.view.tables import OURS

@@ -17,8 +17,8 @@ from transformers import AutoTokenizer
 from transformers.utils import logging
 
 from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
+from hf_dart.bench.baselines import methods
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.rivals import methods
 from hf_dart.hub.loading import PACKAGED_TARGET, load_target
 from hf_dart.trees.ngram.build import build
 

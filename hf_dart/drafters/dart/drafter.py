@@ -65,7 +65,7 @@ class DartHead(DartModel):
     """
 
     _base_fingerprint: list[float] | None = None
-    """Of the weights under its adapters."""
+    """Fingerprint of the weights under its adapters."""
 
     def __init__(self, config: DartConfig) -> None:
         super().__init__(config)

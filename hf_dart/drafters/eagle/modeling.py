@@ -13,7 +13,7 @@ from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm
 from hf_dart.drafters.trained import TrainedDrafter
 
 Memory = Callable[[int], KeyValueWriter]
-"""Of the number of a layer: what keeps its keys and values."""
+"""Function from a layer's number to the function that keeps its keys and values."""
 
 
 class EagleModel(TrainedDrafter):

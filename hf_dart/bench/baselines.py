@@ -27,7 +27,7 @@ _LOOKUP_TOKENS = 10
 def methods(
     pair: Pair,
     tree: TreeConfig,
-    rivals: Sequence[str] = ("lookup", "tree"),
+    names: Sequence[str] = ("lookup", "tree"),
     assistant_model: Any = None,
     drafters: Sequence[Any] = (),
 ) -> dict[str, dict[str, Any]]:
@@ -35,7 +35,7 @@ def methods(
 
     Args:
         tree: of the pair's head.
-        rivals: "compiled" (stock's static cache and `torch.compile`), "lookup" (stock's prompt lookup, left out for
+        names: "compiled" (stock's static cache and `torch.compile`), "lookup" (stock's prompt lookup, left out for
             targets with running states, for which stock has none), "copies" (our `LookupDrafter`), "chain", "tree", the
             head as it comes, and "engine", the same in compiled rounds.
         assistant_model: a small causal LM for stock's assisted decoding.
@@ -46,24 +46,24 @@ def methods(
     """
     head = pair.head
     found: dict[str, dict[str, Any]] = {STOCK: {}}
-    if "compiled" in rivals:
+    if "compiled" in names:
         compiling = CompileConfig()
         if pair.model.device.type == "cpu":
             compiling._compile_all_devices = True  # stock compiles on accelerators only, unless told so
         found[STOCK_COMPILED] = {"cache_implementation": "static", "compile_config": compiling}
     if pair.model._is_stateful and assistant_model is not None:
         raise UserError("Stock drafts for no target with running states; leave --assistant-model out.")
-    if "lookup" in rivals and not pair.model._is_stateful:
+    if "lookup" in names and not pair.model._is_stateful:
         found[LOOKUP] = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
     if assistant_model is not None:
         found[ASSISTED] = {"assistant_model": assistant_model}
-    if "copies" in rivals:
+    if "copies" in names:
         found[f"{OURS}, copies alone"] = {"assistant": LookupDrafter()}
-    if "chain" in rivals and head.draft_length:  # copied text is a chain
+    if "chain" in names and head.draft_length:  # copied text is a chain
         found[f"{OURS}, chain"] = {"assistant": head, "tree_config": TreeConfig.chain(tree.depth or head.draft_length)}
-    if "tree" in rivals:
+    if "tree" in names:
         found[OURS] = {"assistant": head, "tree_config": tree}
-    if "engine" in rivals:
+    if "engine" in names:
         captured = copy.deepcopy(head)
         compile(pair.model, captured)
         found[ENGINE] = {"assistant": captured, "tree_config": tree}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_dart import DartHead, EagleDrafter
-from hf_dart.bench.rivals import ASSISTED, COMPILED, LOOKUP, STOCK
+from hf_dart.bench.baselines import ASSISTED, COMPILED, LOOKUP, STOCK
 from hf_dart.cli import main
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.view.tables import OURS, as_table, labels
@@ -17,7 +17,7 @@ from hf_dart.view.tables import OURS, as_table, labels
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder = tmp_path_factory.mktemp("rivals")
+    folder = tmp_path_factory.mktemp("baselines")
     model, tokenizer = load_target()
     story = folder / "story.jsonl"
     story.write_text('{"prompt": "import os"}\n{"prompt": "class Story:"}\n', encoding="utf8")
