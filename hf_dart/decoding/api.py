@@ -43,11 +43,12 @@ def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None) -> Any:
     for each reason. `assistant=None`, `assistant_model=` and `custom_generate=` turn the drafter off for a call.
 
     Only this instance is changed: no class is patched, and deep copies, pickles, PEFT wrappers and pipelines of the
-    model keep the keyword. A shallow copy is to be attached itself: until then its `generate` is the original's. A
-    `generate` that the instance has of its own (a repository's, a partial) goes on serving calls without
-    `assistant=`. The target is first tried out on a random tree (`models.trial.check_verification`), unless it is
-    being trained. What that shows holds for its modules, their code and hooks, its attention and dtype. What that code
-    reads (a global, an attribute) is not looked at: after changing such a thing, attach again.
+    model keep the keyword. Call `attach` again on a shallow copy; until then it shares the original's `generate`. A
+    `generate` of the instance's own (a repository's, a partial) still serves calls without `assistant=`.
+
+    The target is first tried on a random tree (`models.trial.check_verification`), unless it is being trained. The
+    result holds for its modules, their code and hooks, its attention and dtype. What that code reads (a global, an
+    attribute) is not checked: attach again after changing it.
 
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.

@@ -36,11 +36,11 @@ _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWater
 class DartCandidateGenerator(CandidateGenerator):
     """A drafter's chains as candidates for stock's `_assisted_decoding`.
 
-    `model.generate(..., custom_generate=DartCandidateGenerator.stock_loop(head))` is how it is used. Greedy text is
-    stock's token for token. Sampled text follows stock's law but not its noise: drafts are drawn with the call's
-    own processors from q, and q is what `candidate_logits` says, as rejection sampling needs. hf_dart's own loop
+    Use it by `model.generate(..., custom_generate=DartCandidateGenerator.stock_loop(head))`. Greedy text is stock's
+    token for token. Sampled text has stock's distribution, but is another text for the same seed: drafts are drawn from
+    q with the call's own processors, and `candidate_logits` returns q, as rejection sampling needs. hf_dart's own loop
     (`assistant=head`) verifies trees and equals stock for the same seed; this one is for targets and attention
-    that take no tree mask, and for those who want stock's loop.
+    that take no tree mask.
 
     Args:
         drafter: what drafts.

@@ -21,7 +21,7 @@ _LOGGER = logging.getLogger(__name__)
 def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     """Load the drafter in a folder or Hub repository, of whichever kind and format its config.json says.
 
-    What was found there is logged in one sentence, at the level of information.
+    A log record of level INFO says in one sentence what was found there.
 
     Args:
         path: a folder or a Hub repository.

@@ -9,7 +9,7 @@ from hf_dart.trees.config import TreeConfig
 
 
 class LookupDrafter(Drafter[None]):
-    """Drafts copied text alone: `attach(model)`, then `model.generate(..., assistant=LookupDrafter())`.
+    """Drafter of copied text alone: `attach(model)`, then `model.generate(..., assistant=LookupDrafter())`.
 
     It needs no training and fits every target. It helps where the text repeats the prompt or itself: code,
     summaries, answers that quote.

@@ -40,19 +40,19 @@ def compile(
 ) -> Engine:
     """Compile the target's forward over a tree, and on a GPU capture it, for `model.generate(..., assistant=drafter)`.
 
-    The tokens are the same. Rounds are those of every call, with the target's forward and, of drafters that draft in
-    one pass on fixed shapes (a [`DartHead`]), the draft launched at once. They are made when a call first needs one of
-    its batch size, tree size and length, which takes from seconds to minutes with a backend that generates code; later
-    calls begin at once. Trees are filled up to a power of two.
+    The tokens are the same. The target's forward and, for drafters that draft in one pass on fixed shapes (a
+    [`DartHead`]), the draft are one launch each; the rest of a round is that of every call. They are compiled when a
+    call first needs their batch size, tree size and length, which takes from seconds to minutes with a backend that
+    generates code; later calls reuse them. Trees are padded to a power of two.
 
-    Where that cannot be (running states that go through trees level by level, rotary frequencies that follow the text,
-    several devices, forward hooks, collected hidden states), calls run as if nothing had been compiled. The first of
-    each kind warns and says why.
+    Where this is not possible (running states that go through trees level by level, rotary frequencies that follow the
+    text, several devices, forward hooks, collected hidden states), calls run uncompiled. The first of each kind warns
+    and says why.
 
     Args:
         model: the target, or a PEFT wrapper of it.
-        drafter: any drafter, which keeps what is made; `drafter.engine = None` turns it off.
-        progress: is told, in a sentence, what is being made; by default the log (level INFO).
+        drafter: any drafter, which keeps the engine; `drafter.engine = None` turns it off.
+        progress: called with a sentence on what is being compiled; by default it is logged (level INFO).
         options: fields of [`EngineConfig`].
 
     Returns:
@@ -60,7 +60,7 @@ def compile(
 
     Raises:
         ValueError: the drafter is not for this target, or an option is out of range.
-        TypeError: it is none of ours.
+        TypeError: `drafter` is not a drafter of hf_dart.
     """
     target = unwrapped(model)
     if not isinstance(drafter, Drafter):

@@ -36,8 +36,8 @@ class TreeConfig:
     """Settings of draft trees; per call by `generate(..., tree_config=TreeConfig(...))`.
 
     Args:
-        nodes: N, nodes per row, the root included, at most 1024; with 1 nothing is drafted. None lets the batch, the
-            device and, on a CPU, the worth of each node decide, and drafting pause where it does not pay.
+        nodes: N, nodes per row, the root included, at most 1024; with 1 nothing is drafted. None sizes trees by
+            the batch, the device and, on a CPU, the worth of each node, and pauses drafting where it does not pay.
         depth: deepest node; None is the drafter's draft length.
         top_k: K, candidates per depth, at most 1024.
         beam: W, paths that are expanded at each depth where trees grow in tensors, or with n-grams; otherwise the best
@@ -59,8 +59,9 @@ class TreeConfig:
             probabilities are raised to.
         scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
             weighted sum (`hf_dart.trees.scores`), which cannot tell a node's worth: give `nodes` with it.
-        refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft, and 31
-            looks settle any. Each costs about as much as the draft itself, which pays where the target is much slower.
+        refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft, and
+            31 looks always reach a fixed point. Each costs about as much as the draft itself, which pays where the
+            target is much slower.
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 

@@ -58,7 +58,7 @@ class DartConfig(HeadConfig):
         target_revision: the commit of its repository on the Hub, or None if not known.
         tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of the target's tokenizer, or None if not recorded.
         chat_template_hash, enable_thinking: `hf_dart.models.tokenizers.template_hash` of the chat template of the
-            conversations that the head was trained on, and the thinking flag that was handed to it; None without.
+            conversations that the head was trained on, and the thinking flag that was passed to it; None without.
 
     The other fields, of copied layers and heads of other projects, are those of
     `hf_dart.drafters.head_config.HeadConfig`.

@@ -60,8 +60,8 @@ class DiffusionDrafter(DiffusionModel):
     what is known of a token before the target reads it. γ - 1 slots follow, for all tokens of the draft but the last.
 
     Attributes:
-        denoise_steps: T, reverse steps per draft; 1 reads all distributions off the masked block. More than the
-            draft has tokens is as many.
+        denoise_steps: T, reverse steps per draft; 1 reads all distributions off the masked block. Steps beyond
+            the number of draft tokens have no effect.
         unmasking: "confidence" or "left_to_right", as in the config.
     """
 

@@ -50,7 +50,8 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
     a trained one, also in the formats of EAGLE-1, EAGLE-2 and EAGLE-3 (`hf_dart.interop.eagle3`).
 
     Attributes:
-        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain. Starts as in the config.
+        beam: W, number of different tokens per depth from which drafting continues (initially the config's); 1 drafts
+            a chain.
     """
 
     config: EagleConfig

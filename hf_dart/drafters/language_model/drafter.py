@@ -53,12 +53,12 @@ class LanguageModelDrafter(StockDrafter):
     """A causal language model with the target's vocabulary, as `assistant=`.
 
     Args:
-        model: of transformers, of attention layers alone.
+        model: a model of transformers that has attention layers alone.
         target: the causal LM to draft for; it is attached.
-        tokenizer: the target's, compared with the one beside the drafting model's weights; looked up beside the
-            target's own where left out.
+        tokenizer: the target's, compared with the one stored with the drafting model's weights; by default the one
+            stored with the target's weights.
         draft_length: d, passes of the model per draft.
-        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain.
+        beam: W, number of different tokens per depth from which drafting continues; 1 drafts a chain.
         tree_config: what `drafter.tree_config` starts as.
 
     Raises:

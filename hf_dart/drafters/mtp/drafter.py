@@ -52,7 +52,7 @@ class MtpDrafter(StockDrafter):
         module: transformers' `MtpModel` of one layer, tied to `target`.
         target: the causal LM that it belongs to; it is attached.
         draft_length: d, passes of the module per draft.
-        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain.
+        beam: W, number of different tokens per depth from which drafting continues; 1 drafts a chain.
         tree_config: what `drafter.tree_config` starts as.
 
     Raises:
