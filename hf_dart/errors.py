@@ -165,7 +165,7 @@ def check_types(config: Any, kind: type, prefix: str = "") -> None:
     """
     for name, annotation in kind.__annotations__.items():
         wanted = annotation.removesuffix(" | None")
-        if wanted not in _KINDS:  # `TreeConfig.verify_costs` has a check of its own
+        if wanted not in _KINDS:  # such as `TreeConfig.verify_costs`, which has its own check
             continue
         value = getattr(config, name)
         if value is None and wanted != annotation:

@@ -112,7 +112,7 @@ def differences(
         return [None] * len(positions)
     torch.manual_seed(seed)
     told = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    # Stock hands logits on in float32, whatever the model computes in.
+    # Stock returns logits in float32, whatever the model's dtype.
     dtype = coarsest(narrow_dtype(torch.stack(told.logits)) or model.dtype, rounding_of(model))
     found: list[Difference | None] = []
     for row, position in enumerate(positions):
@@ -151,7 +151,7 @@ def run_differences(
         return [None] * len(stock.sequences)
     prompt = inputs["input_ids"].shape[1]
     found = differences(model, inputs, options, seed, stock.sequences[:, prompt:], other.sequences[:, prompt:])
-    # One row's near-tie can change how much padding follows the others; nothing else may.
+    # One row's near-tie may change how much padding follows the others, and nothing else.
     if not any(found):
         shorter = min(stock.sequences.shape[1], other.sequences.shape[1]) - prompt
         found[0] = Difference(shorter, gap=inf, top2=inf, ulp=0.0, allowed=0.0)

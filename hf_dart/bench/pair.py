@@ -78,7 +78,7 @@ def target_of(head: str) -> str:
     check_path("head", head)
     with as_user_error(about=f"Cannot load the head {head!r}"):
         config, recipe = head_config(head)[0], (optional_json(head, TRAINING_RECORD) or {}).get("recipe")
-        of_run = Path(head).parent / "recipe.yaml"  # which names a local folder in full
+        of_run = Path(head).parent / "recipe.yaml"  # names a local folder by its full path
         if recipe is not None and of_run.is_file():
             recipe = yaml.safe_load(of_run.read_text(encoding="utf8"))
     named = recipe.get("target", PACKAGED) if isinstance(recipe, dict) else config.get("target_name")

@@ -21,8 +21,8 @@ from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARMUP = 4  # tokens
-_DEPTH = 8  # of drafts where the drafter has none of its own
-_STOCK, _CHAIN, _BUSHY = "stock", "chain", "bushy"  # beside sizes of trees; the last two have as many nodes
+_DEPTH = 8  # draft length if the drafter has none of its own
+_STOCK, _CHAIN, _BUSHY = "stock", "chain", "bushy"  # names of the ways that are no tree size
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def measure(
             best[way] = min(best[way], (seconds - drafting) / max(count, 1))
             if way in drafts:
                 draft = min(draft, drafting / max(count, 1))
-    token = max(best[_STOCK] * (rounds + 1) - prefill, 0.0) / rounds  # two calls: where few are timed, they may cross
+    token = max(best[_STOCK] * (rounds + 1) - prefill, 0.0) / rounds  # noise may put them in the wrong order
     plain = best[1]
     level = max((best[_CHAIN] - best[_BUSHY]) / plain / (longest - 1), 0.0) if has_level else 0.0
     verify: list[tuple[float, float]] = []

@@ -16,7 +16,7 @@ _FOLDER = Path(__file__).parent / "prompts"
 PACKAGED = ("code", "chat", "math", "summarisation")
 """Suites that come with the package."""
 _READ_AHEAD = 50  # rows looked at for each prompt that is wanted
-# Where rows keep a conversation, a text to go on with, or what a user asks.
+# Fields of rows that hold a conversation, a text to continue, or a user's question.
 _CONVERSATIONS = ("messages", "conversations")
 _TEXTS = ("prompt", "text")
 _REQUESTS = ("question", "instruction", "problem", "article", "document")

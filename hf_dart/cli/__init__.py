@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader has left; nothing to say
+        sys.stderr.close()  # the reader closed the pipe
         return 141
 
 

@@ -156,7 +156,7 @@ def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
         raise UserError(f"This command needs a head that was trained for {arguments.target!r}; name it with --head.")
     options = loading_options(arguments)
     target = target_of(arguments.head) if arguments.target is None and arguments.head else arguments.target
-    if vars(arguments).get("chat") and not load_tokenizer(target).chat_template:  # before the model, which takes longer
+    if vars(arguments).get("chat") and not load_tokenizer(target).chat_template:  # before the slow model
         raise UserError("This target's tokenizer has no chat template; leave --chat out.")
     pair = load_pair(target, arguments.head, arguments.dtype, arguments.device_map, **options)
     if arguments.ngram is not None:

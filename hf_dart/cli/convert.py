@@ -43,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _convert_head(arguments: argparse.Namespace) -> None:
-    # In the head's own dtype: one of its target's would round it without a word.
+    # In the head's own dtype: the target's could round it silently.
     target, tokenizer = load_target(arguments.target or str(PACKAGED_TARGET))
     head = load_head(arguments.source, target, tokenizer, dtype=arguments.dtype or "auto")
     from hf_dart.drafters.dart.drafter import DartHead
@@ -61,7 +61,7 @@ def _convert_head(arguments: argparse.Namespace) -> None:
     verifier = arguments.verifier or arguments.target or str(PACKAGED_TARGET)
     write_vllm(head, arguments.out, target=target, verifier=verifier)
     options = {
-        "method": "eagle3",  # vLLM does not find out by itself that P-EAGLE runs there
+        "method": "eagle3",  # vLLM does not recognise P-EAGLE by itself
         "model": str(arguments.out),
         "num_speculative_tokens": head.draft_length,
         "parallel_drafting": True,

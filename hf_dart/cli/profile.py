@@ -53,7 +53,7 @@ def _run(arguments: argparse.Namespace) -> int:
         content = json.loads(config.read_text(encoding="utf8"))
         content["tree"] = {**content.get("tree", {}), **found.settings}
         content["tree"].pop("nodes", None)
-        # Whole or not at all.
+        # Written atomically.
         new = config.with_name(f"{config.name}.new")
         with common.writing(config):
             new.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")

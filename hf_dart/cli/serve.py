@@ -50,7 +50,7 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
     """
     from transformers.utils.import_utils import is_serve_available
 
-    # First, as some of what follows fails in its own ways without these packages.
+    # First, as later imports fail with unclear errors without these packages.
     if not is_serve_available():
         raise UserError("A server needs more packages; install hf-dart[serve].")
     try:

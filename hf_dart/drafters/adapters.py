@@ -43,10 +43,10 @@ _NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor",
 _WEIGHTS = "adapter_model.safetensors"
 _VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
-# Fields of the config that tell what an adapter was made for, and are no matter of its head's weights.
+# Fields of the config that say what an adapter was made for, and do not affect its head's weights.
 _SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
 
-# What PEFT raises for fields that are not what it writes.
+# Errors that PEFT raises for fields that it does not write itself.
 _NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
 
 
@@ -130,7 +130,7 @@ def _inject(head: TrainedDrafter, config: PeftConfig, name: str, seed: int = 0) 
         head._base_fingerprint = base_fingerprint(head)
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several are meant to be here
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
             torch.default_generator.manual_seed(seed)
             inject_adapter_in_model(config, head, name)
     except ValueError as error:

@@ -250,6 +250,6 @@ def pair_scores(
     columns = tokens if proposal.vocabulary is None else columns_of(tokens, proposal.vocabulary, 0)
     logits = proposal.logits[:, :depth].gather(-1, columns)
     delta = added(proposal.hidden[:, :depth], logits, in_front, tokens, columns).float()
-    # The candidates share out what the draft gave them together, again after each predecessor.
+    # After each predecessor, the candidates together keep the probability that the draft gave them.
     together = scores.logsumexp(-1, keepdim=True)[:, :, None]
     return ((scores[:, :, None] + delta).log_softmax(-1) + together).to(device)

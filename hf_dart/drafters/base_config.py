@@ -17,7 +17,7 @@ from hf_dart.models.features import default_feature_layers, layer_count, lm_head
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
-# Of a drafter for a target that has no attention.
+# Defaults for a target that has no attention.
 _HEAD_WIDTH = 64
 _SIZES = (
     "hidden_size", "embedding_size", "feature_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -187,7 +187,7 @@ class DrafterConfig(PreTrainedConfig):
 
 def told_of(target: PreTrainedModel) -> dict[str, Any]:
     """Return the fields of a `DrafterConfig` that say which target it is for."""
-    # A folder's path says nothing on another machine; its name may.
+    # A folder's path means nothing on another machine; its name may.
     name = target.config.name_or_path
     return {
         "target_name": (Path(name).name if Path(name).is_dir() else name) or None,

@@ -100,7 +100,7 @@ class BeamDrafter(Drafter[State]):
             above = scores[..., None]
             marginal.append((above + log_chances).logsumexp(1))
             hidden.append(states[:, 0])
-            # The best path to each token: two to the same token would bring one candidate.
+            # Keep the best path to each token: two paths to one token would give one candidate.
             best, parents = (above + score(level, log_chances)).max(1)
             scores, tokens = best.topk(width)
             parents = parents.gather(1, tokens)[..., None]
@@ -128,8 +128,8 @@ class BeamDrafter(Drafter[State]):
         alone = proposal.logits[:, 1 : depth + 1].gather(-1, columns)
         wide = columns[:, :, None].expand(-1, -1, proposal.branches.shape[-1], -1)
         following = proposal.conditional[:, :depth].gather(-1, wide)  # [B, d - 1, W, K]
-        # Scores may hold noise and the target's temperature: what the branch changes is added, and the candidates
-        # share out what the draft gave them together.
+        # Scores may include noise and the target's temperature: the branch's change is added, and the candidates
+        # together keep the probability that the draft gave them.
         together = scores[:, 1:].logsumexp(-1, keepdim=True)[:, :, None]
         shares = (scores[:, 1:, None] + following - alone[:, :, None]).log_softmax(-1) + together
         same = candidates[:, :-1, :, None] == proposal.branches[:, :depth, None]  # [B, d - 1, K, W]

@@ -113,7 +113,7 @@ def _check_vocabulary(config: TargetNeeds, target: PreTrainedModel, tokenizer: A
                 "other tokens or ids; use the target that the drafter was trained for, or, if tokens were only added "
                 "for the training, pass tokenizer= with them."
             )
-        # The ids agree: tables that differ only in padding rows are the same vocabulary.
+        # Equal ids: tables that differ only in padding rows are of one vocabulary.
         return
     if config.vocab_size is not None and config.vocab_size != rows:
         known = config.tokenizer_hash is not None

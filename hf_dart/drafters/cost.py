@@ -13,7 +13,7 @@ from hf_dart.trees.costs import DRAFT_COST
 
 _GROWTH = 0.1  # cost of growing and walking a tree
 
-# Time of an operation beside reading its weight, in numbers that could be read meanwhile: on a CPU and elsewhere.
+# Overhead of an operation besides reading its weight, in numbers read in that time: on a CPU and elsewhere.
 _CALL, _LAUNCH = 400_000, 100_000_000
 
 

@@ -117,7 +117,7 @@ def attend(
     mask: Tensor,  # [B or 1, 1, Q, S] bool
 ) -> Tensor:  # [B, H, Q, D']
     """Attention under a mask, as is best for the device."""
-    # On CUDA, groups and a mask together are left to a kernel that writes keys and values out for every head.
+    # On CUDA, with groups and a mask PyTorch would use a kernel that copies keys and values for every head.
     if query.is_cuda and not torch.is_grad_enabled():
         return attend_in_groups(query, key, value, mask)
     grouped = query.shape[1] != key.shape[1]
@@ -221,7 +221,7 @@ def _frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None, dev
     return _made_frequencies(head_dim, theta, own, device)
 
 
-@cache  # a captured round goes on reading them where they are
+@cache  # captured rounds read them by address
 def _made_frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None, device: torch.device) -> Tensor:
     """Rotary frequencies [head_dim], each twice."""
     if own is not None:

@@ -23,7 +23,7 @@ from hf_dart.hub.kinds import KINDS, CardTexts, Kind
 
 Names = Callable[[], Collection[str]]
 Class = TypeVar("Class", bound=type[Any])
-# What their `from_pretrained` takes and does not name.
+# Options that `from_pretrained` takes without naming them.
 _OF_TRANSFORMERS = (
     "allow_all_kernels", "attn_implementation", "device_map", "device_mesh", "distributed_config", "dtype",
     "experts_implementation", "gguf_file", "kernel_config", "key_mapping", "max_memory", "offload_buffers",

@@ -107,7 +107,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         """
         self._check_compatible(target, tokenizer)
         self._shared = TargetModules(target)
-        self._pace_records = None  # drafts cost and bring something else for another target
+        self._pace_records = None  # costs and acceptance differ for another target
         return self
 
     def check_target(self, target: PreTrainedModel) -> None:
@@ -282,7 +282,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         if missing_folder(path):
             raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
         if "config" not in kwargs:
-            # transformers would fill in for a missing config.json with the defaults.
+            # transformers would replace a missing config.json by defaults.
             content, commit = head_config(path, **{name: kwargs[name] for name in HUB_OPTIONS if name in kwargs})
             check_options(cls, content, {**kwargs, "target": target})
             if commit is not None:
@@ -316,7 +316,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         except _NO_DRAFTER as error:
             if isinstance(error, ValueError) and str(error).endswith("."):
                 raise
-            # A field of another type or size than any drafter has, wherever it was first in the way.
+            # A field of a type or size that no drafter has may fail anywhere.
             words = " ".join(str(error).split())
             raise ValueError(
                 f"The config.json in {path} describes no {cls.described_as} ({type(error).__name__}: {words}); both "
@@ -332,7 +332,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         layers = vars(config).get("num_layers", 1)
         if layers > len(shapes):
             return f"num_layers {layers}"
-        with torch.device("meta"):  # sizes are whatever a file says: no memory is taken for them
+        with torch.device("meta"):  # sizes come from a file: allocate no memory for them
             bare = cls(config)
         wanted = {name: tuple(weight.shape) for name, weight in bare.state_dict().items()}
         left_out = set(bare._keys_to_ignore_on_save or ())

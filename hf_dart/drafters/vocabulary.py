@@ -81,7 +81,7 @@ class LMHeadRows:
             return self._scores(hidden)
         key = state_of(weight)
         if self._rows is None or self._rows[0] != key or self._rows[1] is not vocabulary:
-            with torch.inference_mode(False):  # what was made in that mode could not be trained through later
+            with torch.inference_mode(False):  # tensors made in inference mode could not be trained through later
                 rows = vocabulary.to(weight.device)
                 bias = None if lm_head.bias is None else lm_head.bias.detach()[rows]
                 self._rows = (key, vocabulary, weight.detach()[rows], bias)

@@ -21,7 +21,7 @@ BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to 
 END = "<!-- hf-dart: end -->"
 _TAGS = ("speculative-decoding", "draft-model", "custom_generate")
 _STAY = ("library_name", "pipeline_tag")
-_DEPTHS = 8  # that a card tells of; bench.json has all
+_DEPTHS = 8  # depths shown in a card; bench.json has all
 _HOME = "https://huggingface.co/"
 _TEMPLATE, _SECTION = Path(__file__).with_name("card.md"), "<!-- section -->"
 
@@ -74,7 +74,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
     else:
         try:
             card = ModelCard(existing, ignore_metadata_errors=True)
-        except Exception as error:  # whatever yaml raises
+        except Exception as error:  # yaml raises many kinds of errors
             raise ValueError(f"The front matter of the card is not valid YAML ({error}); fix it.") from error
         above, _, rest = card.text.partition(BEGIN)
         card.text = above + written + rest.partition(END)[2]

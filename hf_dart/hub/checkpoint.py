@@ -135,13 +135,13 @@ def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
         with ZipFile(file) as archive:
             entries = archive.infolist()
             names = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
-            # Compressed, a small file could fill the memory.
+            # A small compressed file could fill the memory.
             if len(names) != 1 or any(entry.compress_type != ZIP_STORED for entry in entries):
                 raise ValueError(f"{file.name} in {path} is no archive of tensors as torch.save writes it; {remedy}.")
             if names[0].file_size > _LARGEST_PICKLE:
                 raise ValueError(f"{file.name} in {path} names its tensors in {names[0].file_size} bytes; {remedy}.")
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except UnpicklingError as error:  # whose words advise to trust the file
+    except UnpicklingError as error:  # its message advises to trust the file
         raise others from error
     except Exception as error:  # pickles raise errors of many kinds
         raise error if type(error) is ValueError and str(error).endswith(".") else _damaged(path, error) from error

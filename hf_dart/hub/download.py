@@ -23,7 +23,7 @@ HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only"
 """Options of `from_pretrained` that say where on the Hub a file lies."""
 
 
-# What transformers notes in every config, and what says nothing about a drafter.
+# Fields that transformers writes into every config, and others that say nothing about a drafter.
 _NOTES = {
     "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type",
     "output_attentions", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "torch_dtype",
@@ -88,7 +88,7 @@ def published_license(path: str, **where: Any) -> str | None:
         if card is None or card.stat().st_size > _LARGEST_CARD:
             return None
         named = ModelCard.load(card, ignore_metadata_errors=True).data.get("license")
-    except Exception:  # a card is written by people; without one a drafter works as well
+    except Exception:  # cards are written by people, and a drafter works without one
         return None
     return named if isinstance(named, str) and re.fullmatch(r"[\w.+-]{1,64}", named) else None
 

@@ -47,7 +47,7 @@ def read_tokenizer(path: str, **options: Any) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:  # as in load_target
         raise UserError(f"Cannot load the tokenizer of {path!r}: {sentence(error)}") from error
-    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # made up for a model without files of one
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # made up by transformers, without files
         raise UserError(f"{path!r} holds no tokenizer; save the model's own there with tokenizer.save_pretrained.")
     return tokenizer
 

@@ -73,7 +73,7 @@ def push_folder(
         OSError: the Hub refused; nothing was committed.
     """
     api = HfApi(library_name="hf-dart", library_version=versions(()).get("hf-dart"), token=token)
-    facts = _facts(folder, repository, **known)  # what is wrong here is said before anything is made
+    facts = _facts(folder, repository, **known)  # raises before anything is created
     with hub_errors(repository, token=token, revision=revision):
         repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
@@ -96,7 +96,7 @@ def push_folder(
         # Files of an earlier push would be read together with these weights, or describe others.
         there = api.list_repo_files(repository, revision=parent)
         operations += [CommitOperationDelete(path) for path in there if path not in files and _OURS.fullmatch(path)]
-        # With the parent named, a card that somebody changes meanwhile is not overwritten.
+        # With the parent commit, a card that is changed meanwhile is not overwritten.
         return api.create_commit(
             repository,
             operations,
@@ -168,7 +168,7 @@ def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> 
 def _card_of(api: HfApi, repository: str, revision: str | None) -> str | None:
     try:
         file = api.hf_hub_download(repository, constants.REPOCARD_NAME, revision=revision)
-    except LocalEntryNotFoundError:  # it did not come through, and may well be there
+    except LocalEntryNotFoundError:  # the request failed; the file may exist
         raise
     except EntryNotFoundError:
         return None

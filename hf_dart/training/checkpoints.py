@@ -34,7 +34,7 @@ class Patience(EarlyStoppingCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        # A run may be resumed with more callbacks than it had, and saving looks each of them up.
+        # A run may be resumed with more callbacks than it had, and saving needs a state of each.
         stored = (state.stateful_callbacks or {}).setdefault(type(self).__name__, self.state())
         if isinstance(stored, dict):
             self.early_stopping_patience_counter = stored["attributes"]["early_stopping_patience_counter"]
@@ -70,7 +70,7 @@ class WholeCheckpoints(Trainer):
             return super().train(checkpoint, **kwargs)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        # `Trainer` takes a step before it looks whether any is left.
+        # `Trainer` takes a step before it checks whether any is left.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         if not self.control.should_training_stop:
@@ -81,7 +81,7 @@ class WholeCheckpoints(Trainer):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
-        # `Trainer` takes no adapters of a model that is no `PeftModel`.
+        # `Trainer` loads adapters of a `PeftModel` only.
         if self.drafter.adapted:
             self.drafter.reload_adapter(resume_from_checkpoint)
         else:

@@ -64,7 +64,7 @@ def _groups(drafter: str) -> tuple[type, ...]:
 def parser(drafter: str = "dart") -> HfArgumentParser:
     """Return a parser with a flag for every option of that kind of drafter."""
     description = "Train a draft head. The options may also stand in RECIPE, a YAML or JSON file; flags override it."
-    # No abbreviations: what is misspelled must not become another option.
+    # No abbreviations: a misspelled option must not become another one.
     made = _Parser(
         _groups(drafter), prog="hf-dart train", usage="hf-dart train [RECIPE] [--OPTION VALUE ...]", allow_abbrev=False
     )
@@ -98,7 +98,7 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     if rest:
         raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value after its option.")
     options = ((name, value) for name, value in vars(space).items() if value != reader.get_default(name))
-    given = {name: value for name, value in options if not name.endswith("_token")}  # no access is written down
+    given = {name: value for name, value in options if not name.endswith("_token")}  # no access token is recorded
     target, head, *lora, data, training = reader.parse_args_into_dataclasses(flags, look_for_args_file=False)
     if training.output_dir == "trainer_output" and "output_dir" not in given:
         raise ValueError("output_dir is missing; name the folder that the run is written to.")

@@ -24,7 +24,7 @@ from hf_dart.models.features import default_feature_layers, layer_count
 from hf_dart.models.tolerance import same
 
 _NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
-# Entries of a matrix that its fingerprint looks at.
+# Number of entries of a matrix that its fingerprint reads.
 _SAMPLES = 1 << 16
 # Rounding to 16 bits moves a fingerprint by some 0.002; those of two matrices are about 1 apart.
 _TOLERANCE = 0.02

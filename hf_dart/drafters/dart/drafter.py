@@ -43,7 +43,7 @@ def _reads(content: dict[str, Any]) -> str | None:
 
 def _peagle_fields(given: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a `DartConfig` from those of an `EagleConfig` that a published P-EAGLE head has."""
-    # What P-EAGLE feeds back is nothing.
+    # P-EAGLE feeds nothing back.
     known = {name: value for name, value in given.items() if name in _FIELDS}
     return {**known, "mask_mode": "peagle"}
 
@@ -153,7 +153,7 @@ class DartHead(DartModel):
         Raises:
             ValueError: the head does not fit the target, or a token of its own is none of the target's.
         """
-        ours = self.config.origin is None  # what others published works as it is
+        ours = self.config.origin is None  # heads that others published are used as they are
         if self.config.mask_token_id is not None and tokenizer is not None and ours:
             check_unused(self.config.mask_token_id, tokenizer, target.get_input_embeddings().num_embeddings)
         super().bind(target, tokenizer)
@@ -210,7 +210,7 @@ class DartHead(DartModel):
         known = counts.to(self.device)
         entries = self._real_inputs(features, next_tokens).followed_by(self.slot_inputs(batch, slots))
         if state.ragged:
-            # A row's mask slots begin right after its own last real entry; what follows them is never looked at.
+            # A row's mask slots follow its last real entry; later slots are never attended to.
             entry = torch.arange(real + slots, device=self.device)
             padding = ((entry >= known[:, None]) & (entry < real))[..., None]
             slot = self.slot_inputs(1, 1)
@@ -372,7 +372,7 @@ class DartHead(DartModel):
         if not self.adapted:
             raise ValueError("This head has no adapter to merge; load one with head.load_adapter(path).")
         adapters.unwrap(self, self.active_adapters()[0])
-        self.name_or_path = ""  # it is no longer the head that lies there
+        self.name_or_path = ""  # it is no longer the head that was stored there
         return self.adopt_layers()
 
     # ---- other parts --------------------------------------------------------------------------------

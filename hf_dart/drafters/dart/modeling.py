@@ -132,7 +132,7 @@ class DartModel(TrainedDrafter):
         """
         learned = self.mask_slot.weight[None]
         if self.config.mask_mode == "peagle":
-            # Filled in where it lies: a CUDA graph takes no number from the host.
+            # Filled in place: a CUDA graph takes no number from the host.
             where = device_of(self.shared.embeddings)
             assert self.config.mask_token_id is not None
             token = torch.full((1, 1), self.config.mask_token_id, dtype=torch.long, device=where)

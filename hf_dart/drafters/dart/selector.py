@@ -66,7 +66,7 @@ class BigramSelector(nn.Module):
 
         The projections of all tokens are made on first use, and again when the weights have changed.
         """
-        # Traced, what has been made is up to date: `engine` makes it before, and all of it again when weights change.
+        # When traced, the tables are up to date: `engine` makes them before, and again when weights change.
         known = self._tables if torch.compiler.is_compiling() else None
         phi, psi = self._vocabulary_tables(embeddings) if known is None else known[1:]
         return self._delta(hidden, logits, phi[previous], psi[candidates])

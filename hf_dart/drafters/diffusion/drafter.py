@@ -94,7 +94,7 @@ class DiffusionDrafter(DiffusionModel):
         # Entries attend to a window only: in parts of its length, the cost of a prompt is linear in its length.
         for part in Verified(features, next_tokens, counts).parts(self.config.context_window):
             x = self.embed_text(part.next_tokens, part.features)
-            # Its keys and values are wanted, and no output; one entry's is little.
+            # Only its keys and values are needed; computing one entry's output is cheap.
             self._run(state, x, self._view(state, x.shape[1]), counts.new_zeros(len(x), 1).to(x.device))
             state.advance(part.counts)
 
@@ -118,7 +118,7 @@ class DiffusionDrafter(DiffusionModel):
         slots = self.embed(next_tokens.new_full((batch, block - 1), MASK, dtype=torch.long))
         x = torch.cat([self.embed_text(next_tokens, features), slots], dim=1)
         if batch > 1:
-            # A row's slots begin right after its own last real entry; what follows them is never looked at.
+            # A row's slots follow its last real entry; later slots are never attended to.
             entry = torch.arange(known + block - 1, device=self._device)
             padding = (entry >= taken[:, None]) & (entry < known)
             x = torch.where(padding[..., None], self.mask_token.weight, x)

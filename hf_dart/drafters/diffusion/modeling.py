@@ -66,7 +66,7 @@ class DiffusionModel(TrainedDrafter):
 
     def _init_weights(self, module: nn.Module) -> None:
         if self.config.share_embeddings and module is self.output_proj and isinstance(module, nn.Linear):
-            # What the target's LM head reads is normed; in front of it the usual scale would be far too small.
+            # The target's LM head reads normed states, for which the usual initial scale would be far too small.
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
         else:
             super()._init_weights(module)
@@ -88,7 +88,7 @@ class DiffusionModel(TrainedDrafter):
         if self.config.share_embeddings:
             embedded = self._project(self.shared.embed(known))
         else:
-            rows = self.config.vocab_size  # of which the target may have more: padding
+            rows = self.config.vocab_size  # the target's table may have more rows: padding
             tokens = torch.where(tokens < rows, tokens, MASK)
             embedded = self.token_embedding(known.clamp(max=rows - 1))
         return torch.where((tokens < 0).to(self._device)[..., None], self.mask_token.weight[0], embedded)

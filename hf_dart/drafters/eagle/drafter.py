@@ -110,7 +110,7 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
 
     def log_chances(self, states: Tensor) -> Tensor:
         logits = self.logits(self.final(states)).float()
-        # Tokens outside the draft vocabulary have next to none.
+        # Tokens outside the draft vocabulary have almost no probability.
         return spread(logits, self.draft_vocabulary, self.config.vocab_size).log_softmax(-1)
 
     def _read(self, state: SlotCache, features: Tensor, next_tokens: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 
 _ITSELF = "The target cannot be its own draft, which would cost what it saves; give a smaller model."
-# What the config.json of a drafter has, whatever its model_type.
+# Fields in the config.json of a drafter, whatever its model_type.
 _OF_DRAFTERS = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
 
 
@@ -83,7 +83,7 @@ class LanguageModelDrafter(StockDrafter):
         check_verification(model)
         text = model.config.get_text_config(decoder=True)
         known = (text.pad_token_id, text.bos_token_id, text.eos_token_id, 0)
-        # Read in place of what the model has no embeddings of.
+        # Read in place of tokens for which the model has no embeddings.
         self._unknown = next(token for token in known if isinstance(token, int) and token >= 0)
         self._rows = int(model.get_input_embeddings().num_embeddings)
         self._last_position = position_limit(model)[0]
@@ -198,7 +198,7 @@ class LanguageModelDrafter(StockDrafter):
         if tokens.is_floating_point():  # a prompt given as the target's embeddings
             tokens = tokens.new_full(tokens.shape[:2], self._unknown, dtype=torch.long)
         counts = counts.cpu()
-        # What is drafted next must have positions as well.
+        # The next draft needs positions as well.
         state.full |= int((state.lengths + counts).max()) + self.draft_length > self._last_position
         if state.full:
             return None
@@ -216,7 +216,7 @@ class LanguageModelDrafter(StockDrafter):
         tokens = tokens.to(device)
         inputs: dict[str, Any] = {"input_ids": tokens.where(tokens < self._rows, self._unknown)}
         if self._places:
-            # Entries that do not count may stand beyond a table.
+            # Positions of padding entries may be beyond a table.
             inputs["position_ids"] = view.positions.clamp(max=self._last_position).to(device)
         if wanted is not None and self._keeps:
             inputs["logits_to_keep"] = wanted.to(device)

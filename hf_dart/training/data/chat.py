@@ -117,7 +117,7 @@ class ChatFormat:
             return [self._mark(render(messages), [])]
         spans, turns = [], []
         for at, message in enumerate(messages):
-            # What stands at the very beginning was given to the model, not written by it.
+            # The beginning of the text was given to the model, not written by it.
             if message["role"] != "assistant" or at == 0:
                 continue
             before, turn = render(messages[:at], prompt=True), render(messages[: at + 1])

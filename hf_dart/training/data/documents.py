@@ -141,7 +141,7 @@ def _local_files(names: Sequence[str]) -> list[Path] | None:
         files = [path]
     elif path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in _FORMATS and file.is_file())
-        # Beside data, a .json file is about them.
+        # In a folder of data, a .json file holds metadata.
         files = [file for file in found if file.suffix != ".json"] or found
     elif glob.has_magic(name):
         files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
@@ -163,7 +163,7 @@ def _table_files(datasets: Any, kind: str, files: list[Path], eos: int | None, o
     if kind == "json":
         from datasets.packaged_modules.json.json import JsonConfig
 
-        # datasets 5 takes rows with certain fields beside their messages for traces of agents, and rewrites them.
+        # datasets 5 takes rows with certain fields in addition to messages for agent traces, and rewrites them.
         options |= {name: False for name in ("parse_agent_traces",) if name in JsonConfig.__dataclass_fields__}
     names = [glob.escape(str(file)) for file in files]
     return datasets.load_dataset(kind, data_files=names, split="train", **options)

@@ -109,7 +109,7 @@ def load_rows(
     if arguments.max_length <= draft_length:
         raise ValueError(f"max_length is {arguments.max_length}; a draft of {draft_length} tokens needs longer rows.")
     train, held_out, encoders = [], [], []
-    # Shares are one per name.
+    # There is one share per name.
     alone = arguments.shares is not None
     for names in [[name] for name in arguments.train_data] if alone else group_files(arguments.train_data):
         documents, encoder = open_encoded(arguments, names, "train", tokenizer, draft_length)
@@ -291,7 +291,7 @@ def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: b
     }
     if not arguments.streaming:
         options |= {"desc": f"{encoder.source}: tokenizing", "num_proc": arguments.num_proc}
-        encoder.tokenizer("")  # its first call changes it, and rows are cached under what it is
+        encoder.tokenizer("")  # its first call changes it, and the cache key of rows depends on it
     try:
         rows = documents.map(encoder, **options)
         first = next(iter(rows), None)

@@ -88,7 +88,7 @@ def plan(sources: Iterable[tuple[Any, Encoder]], settings: RegenerateSettings) -
             row += len(rows)
             if encoder.kind == "messages":
                 rows.sort(key=lambda entry: len(json.dumps(entry[1])))
-            # Else a run with an end in sight would write short ones only.
+            # Otherwise a run with few rows left would write short ones only.
             for start in random.permutation(range(0, len(rows), settings.batch_size)).tolist():
                 yield Batch(index, rows[start : start + settings.batch_size], encoder)
                 index += 1

@@ -147,7 +147,7 @@ class ServerWriter:
         """Return new token ids for each prompt, an end token included where one was written."""
 
         def one(at: int) -> list[int]:
-            # vLLM gives the ids that it wrote; of other servers' text they may be others.
+            # vLLM returns the ids that it wrote; tokenizing other servers' text may give other ids.
             content = {"prompt": list(prompts[at]), "return_token_ids": True}
             choice = self._ask("completions", content, new_tokens, sampling, seed + at)
             ids = choice.get("token_ids")

@@ -137,7 +137,7 @@ class DrafterTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
-            self.use_cpu = True  # else bf16 would be asked of a GPU
+            self.use_cpu = True  # otherwise bf16 would require a GPU
         if self.early_stopping_patience == 0:
             self.early_stopping_patience = None
         if self.early_stopping_patience is not None:
@@ -157,7 +157,7 @@ class DrafterTrainingArguments(TrainingArguments):
                 f"metric_for_best_model is {metric!r}; give tau, tau_sampled, acceptance_1, waste, loss, or, with "
                 "decode_prompts, tau_decoded."
             )
-        _ = self.objective  # says what is out of range
+        _ = self.objective  # raises if a field is out of range
 
     @property
     def objective(self) -> Objective:

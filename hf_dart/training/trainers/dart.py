@@ -87,7 +87,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
         """
         head, hidden = self.drafter, drafts.hidden
         assert head.selector is not None
-        if not len(hidden):  # with gradients of zero, which processes wait for
+        if not len(hidden):  # with zero gradients, as other processes wait for them
             return sum((weight.sum() * 0.0 for weight in head.selector.parameters()), hidden.new_zeros(()))
         generator = torch.Generator(hidden.device).manual_seed(drafts.inputs["seed"])
         parts: list[tuple[Tensor, ...]] = []

@@ -139,7 +139,7 @@ class EditTrainer(DartTrainer):
     ) -> Tensor:
         """Return the drafts [N, d - 1]: the likeliest tokens, or sampled ones."""
         vocabulary = self.drafter.draft_vocabulary
-        # Numbers over the vocabulary are drawn where they are used: for one core of the host they are too many.
+        # Numbers over the vocabulary are drawn on their device: one core of the host would be too slow.
         noise = torch.Generator(hidden.device).manual_seed(inputs["seed"])
         chunk = self.args.loss_chunk or max(len(hidden), 1)
         parts = (hidden, goals, truth, inputs["sampled"][inputs["anchors"] >= 0])

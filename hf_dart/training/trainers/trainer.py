@@ -97,7 +97,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
                     "loss_chunk=0, or leave it as it is with drafter.lm_head.requires_grad_(False)."
                 )
             if args.ddp_find_unused_parameters is None:
-                # It is called outside the forward of DDP, which would take it for unused.
+                # It is called outside the forward of DDP, which would consider it unused.
                 args.ddp_find_unused_parameters = False
         places = getattr(target, "hf_device_map", None)
         if args.n_gpu > 1 and places is not None and len(set(places.values())) > 1:
