@@ -19,7 +19,7 @@ def generate(model, assistant=None, tree_config=None, **kwargs):
         commit = Path(__file__).parents[1].name  # where transformers keeps a file of the Hub
         revision = commit if re.fullmatch("[0-9a-f]{40}", commit) else None
         assistant = hf_dart.load_once(place, model, revision=revision, token=kwargs.get("token"))
-    # A model whose own repository carries this folder would come here again, and for ever.
+    # A model whose own repository has this folder would call this function without end.
     kwargs.pop("custom_generate", None)
     given = {name: value for name, value in kwargs.items() if value is not None}
     return hf_dart.generate(model, assistant=assistant, tree_config=tree_config, **given)
