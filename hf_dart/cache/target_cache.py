@@ -168,7 +168,7 @@ class TargetCache:
             self.states.committed = dict(self.states.prompt)
 
     def take_in(self, other: TargetCache, rows: Sequence[int]) -> None:
-        """See `SlotCache.take_in`; running states are left out where a commit was broken off in the other cache."""
+        """See `SlotCache.take_in`; running states are left out if a commit was interrupted in the other cache."""
         self._whole = False
         self.entries.take_in(other.entries, rows)
         if self.states is not None and other._whole:
@@ -195,10 +195,10 @@ class TargetCache:
         """Make room for `nodes` tree nodes per row.
 
         Raises:
-            RuntimeError: a commit was broken off, and what it left cannot be gone on with.
+            RuntimeError: a commit was interrupted, after which rounds cannot go on.
         """
         if not self._whole:
-            raise RuntimeError("A commit was broken off; what it left cannot be gone on with.")
+            raise RuntimeError("A commit was interrupted, and rounds cannot go on over this cache.")
         self.entries.prepare(nodes)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
@@ -230,12 +230,12 @@ class TargetCache:
         the prompt: the state of one row is not that of the others. Should it fail, it still holds the prompt as well.
 
         Raises:
-            RuntimeError: a commit was broken off, and what it left cannot be read.
+            RuntimeError: a commit was interrupted, and the cache cannot be read.
         """
         if self._written_back:
             return
         if not self._whole:
-            raise RuntimeError("A commit was broken off; what it left cannot be read.")
+            raise RuntimeError("A commit was interrupted, and this cache cannot be read.")
         if self.states is None:
             self.truncate(self.prompt_lengths + grown)
         elif bool((self.entries.counted != self.prompt_lengths + grown).any()):

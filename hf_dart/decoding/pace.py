@@ -29,7 +29,7 @@ from hf_dart.trees.costs import RoundCost
 MODES = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
 """Ways to draft a round: copied text alone; the likeliest token of each depth; a whole tree."""
 
-_HOPE = 0.75  # prior: a draft is right up to depth k with probability _HOPE**k
+_PRIOR = 0.75  # a draft is assumed to be accepted up to depth k with probability _PRIOR**k
 _TRIAL = 3.0  # tokens that a trial of a mode may lose before a drafter that adds nothing is known not to pay
 _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 1024, 4  # rounds before a better mode is tried; grows by this factor
 _MEMORY = 32  # drafts of a row, and rounds, over which running means reach
@@ -300,10 +300,10 @@ class Pace:
         """Begin a trial of a mode, or a pause."""
         record = self._record
         record.mode, record.rounds, record.added = mode, 0, 0.0
-        record.chances = _HOPE ** np.arange(1, self._depth + 1)
-        # After n rejected drafts, n * cost tokens are lost, and the estimate is down to hope * count / (count + n).
-        hope, cost = float(record.chances.sum()), self._cost_of_drafting()
-        record.counts = np.full(self._depth, _TRIAL / max(hope - cost, hope / 4, 1e-9))
+        record.chances = _PRIOR ** np.arange(1, self._depth + 1)
+        # After n rejected drafts, n * cost tokens are lost, and the estimate is down to prior * count / (count + n).
+        prior, cost = float(record.chances.sum()), self._cost_of_drafting()
+        record.counts = np.full(self._depth, _TRIAL / max(prior - cost, prior / 4, 1e-9))
 
     def _next(self, step: int) -> str:
         """Return the next better (1) or worse (-1) mode."""

@@ -150,12 +150,12 @@ class Session:
         return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.weights, ended, budget.copies)
 
     def count(self, tree: DraftTree, accepted: Accepted, budget: Budget) -> None:
-        """Note what came of a round: statistics, whether drafts pay, and what the call collects."""
+        """Record the outcome of a round: statistics, whether drafts pay, and what the call collects."""
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.mode)
-        came = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
-        self.pace.count(budget.mode, came, budget.limits, tree.size, tree.max_depth, self.stats.seconds)
+        emitted = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
+        self.pace.count(budget.mode, emitted, budget.limits, tree.size, tree.max_depth, self.stats.seconds)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)
 

@@ -89,7 +89,7 @@ def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
     name, subfolder = head.name_or_path, head._place.get("subfolder") or ""
     if not name:
         raise ValueError(
-            "This head lies in no folder, so an adapter alone could never be loaded again; save_pretrained the trained "
+            "This head is in no folder, so an adapter alone could never be loaded again; save_pretrained the trained "
             "head first (LoRA on an untrained one learns little), or make it with copy_layer=."
         )
     folder = Path(name, subfolder)
@@ -98,7 +98,7 @@ def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
             raise ValueError(f"The folder of this head, {folder}, is not there any more; save_pretrained it again.")
         if subfolder:
             raise ValueError(
-                f"This head lies in the subfolder {subfolder} of {name}, which an adapter cannot name; save_pretrained "
+                f"This head is in the subfolder {subfolder} of {name}, which an adapter cannot name; save_pretrained "
                 "it to a folder of its own first."
             )
         return name, head._place.get("revision")

@@ -135,7 +135,7 @@ def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
     base = (optional_json(str(folder), ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
     if base is not None and (Path(base).is_absolute() or Path(base).is_dir()):
         raise ValueError(
-            f"The head of this adapter lies in {base}, where nobody else finds it; push that head too and write its id "
+            f"The head of this adapter is in {base}, which only this machine has; push that head too and write its id "
             f"on the Hub into {ADAPTER_CONFIG} as base_model_name_or_path."
         )
     facts = HeadFacts.read(folder, repository=repository, **known)

@@ -175,7 +175,7 @@ class _Known:
         children = entries["node"]
         # As u64, or a number beyond 2^63 would be negative.
         if ((children <= owners.astype(np.uint64)) | (children >= self._nodes)).any():
-            raise _damaged(self._trie, "a node stands in front of its parent, or is not there")
+            raise _damaged(self._trie, "a node is before its parent, or not there")
         # All entries of a node are in this chunk, so a duplicate token is found here.
         named = (owners - ids[0]) << 32 | entries["token"].view(np.uint32) if len(owners) else owners
         if len(np.unique(named)) < len(named):

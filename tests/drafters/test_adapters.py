@@ -65,7 +65,7 @@ def test_a_folder_holds_the_adapter_alone_and_brings_its_head(target: Any, base:
     assert (drafts(loaded) - plain).abs().max() > 1e-2
     for options in (GREEDY, SAMPLED):
         assert_identical(target, loaded, prompts([9, 4, 7]), **options, into=EXACT)
-    with pytest.raises(ValueError, match="where nobody else finds it"):
+    with pytest.raises(ValueError, match="which only this machine has"):
         write_folder(tmp_path, tmp_path / "hub", "me/adapter")
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "me/head"}))
@@ -141,7 +141,7 @@ def test_what_is_wrong_with_files_is_one_sentence(target: Any, base: str, tmp_pa
 
 
 def test_what_takes_no_adapter(target: Any, base: str) -> None:
-    with pytest.raises(ValueError, match="lies in no folder") as error:
+    with pytest.raises(ValueError, match="is in no folder") as error:
         tiny_head(target).add_adapter(LoraConfig())
     one_sentence(error)
     head = DartHead.from_pretrained(base, target=target)

@@ -140,7 +140,7 @@ WRONG: dict[str, tuple[bytes, str]] = {
     "an order of 1": (file_of(1, node(0, 0, 0)), "order"),
     "a root with a parent": (file_of(2, node(0, 5, 0)), "root"),
     "too many children": (struct.pack("<QQ", 3, 1) + struct.pack("<iQiQ", 0, 0, 0, 2**62), "children"),
-    "a child of itself": (file_of(2, node(0, 0, 1, (1, 0)), node(1, 0, 1)), "in front of its parent"),
+    "a child of itself": (file_of(2, node(0, 0, 1, (1, 0)), node(1, 0, 1)), "before its parent"),
     "a child that is not there": (file_of(2, node(0, 0, 1, (1, 7)), node(1, 0, 1)), "not there"),
     "a child beyond 2^63": (file_of(2, node(0, 0, 1, (1, 2**63 + 1)), node(1, 0, 1)), "not there"),
     "a child of two": (

@@ -189,7 +189,7 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
 
     lines.count = 0  # type: ignore[attr-defined]
     refused(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; fix the path")
-    refused(str(tmp_path / "*.none"), "files of one ending, of .*, and stands for none; fix it")
+    refused(str(tmp_path / "*.none"), "files of one ending, of .*, and names none; fix it")
     refused("someone/nothing", "The dataset 'someone/nothing' cannot be read")
     refused(lines({"body": "x"}), "has no field .*'text', only 'body'; name the one .* text_field")
     refused(lines({"text": "x" * 99}), "has no field 'body', only 'text'", text_field="body")
@@ -208,12 +208,12 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
         ("latin.txt", "Küche".encode("latin1"), "does not hold UTF-8 text"),
         ("odd.bin", b"\x01\x00\x02", "an odd number of bytes"),
         ("other.bin", np.arange(7000, dtype=np.uint16).tobytes(), "token id 6999, outside"),
-        ("table.csv", b"a,b\n", "stands for '.csv'"),
+        ("table.csv", b"a,b\n", "names '.csv'"),
     ):
         (tmp_path / name).write_bytes(content)
         refused(str(tmp_path / name), match)
     (tmp_path / "nothing").mkdir()
-    refused(str(tmp_path / "nothing"), "stands for none")
+    refused(str(tmp_path / "nothing"), "names none")
 
 
 def test_another_tokenizer_than_the_heads_is_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -318,7 +318,7 @@ class DartHead(DartModel):
 
         Raises:
             TypeError: `adapter_config` is none of PEFT's.
-            ValueError: the head lies in no folder as it is now, has such an adapter already, or lacks the modules that
+            ValueError: the head is in no folder as it is now, has such an adapter already, or lacks the modules that
                 are named.
         """
         adapters.add(self, adapter_config, adapter_name or "default", seed)

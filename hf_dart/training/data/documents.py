@@ -152,7 +152,7 @@ def _local_files(names: Sequence[str]) -> list[Path] | None:
     endings = sorted({file.suffix for file in files})
     if len(endings) != 1 or endings[0] not in _FORMATS:
         there = " and ".join(map(repr, endings)) or "none"
-        raise ValueError(f"{name} has to stand for files of one ending, of {known}, and stands for {there}; fix it.")
+        raise ValueError(f"{name} has to name files of one ending, of {known}, and names {there}; fix it.")
     return files
 
 
