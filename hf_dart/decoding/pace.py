@@ -125,6 +125,7 @@ class Pace:
         self._estimate = config.round_cost(batch, device_type, drafted=False)
         self._verify, self._draft_cost = self._estimate.verify, config.draft_cost or 0.0
         self._filled = np.arange(len(self._verify))
+        self._left_out = False
         self._spent: dict[str, float] = {}  # seconds of each phase so far
         self._seconds = 0.0  # of a round that verifies the root alone
         self._emitted, self._copies_cost = [0] * batch, 1.0
@@ -320,6 +321,10 @@ class Pace:
         self._filled = np.array([min(nodes if size_of is None else size_of(nodes), sizes[-1]) - 1 for nodes in sizes])
         self._read_timed()
 
+    def leave_out(self) -> None:
+        """Take no time of the round that is under way, in which something was compiled."""
+        self._left_out = True
+
     def _time(self, mode: str, nodes: int, levels: int, seconds: Mapping[str, float]) -> None:
         """Measure a round: its draft relative to its own forward, and its forward relative to those of other sizes.
 
@@ -328,7 +333,8 @@ class Pace:
         spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify")}
         draft, grow, verify = (spent[name] - self._spent.get(name, 0.0) for name in spent)
         self._spent, record = spent, self._record
-        if verify <= 0:
+        left_out, self._left_out = self._left_out, False
+        if verify <= 0 or left_out:
             return
         nodes = int(self._filled[nodes - 1]) + 1
         expected = self.cost(drafted=False).of(nodes, levels)

@@ -164,8 +164,14 @@ class Tier:
         size = self._size_of(nodes)
         if size not in self.forwards:
             verifier = self._verifier(self._verify, self._cache.for_nodes())
+            self._leave_out()
             self.forwards[size] = CapturedForward(verifier, len(self._cache.lengths), size, self._capture)
         return self.forwards[size]
+
+    def _leave_out(self) -> None:
+        """Keep the time that making a part takes out of the costs of rounds."""
+        if self._session is not None:
+            self._session.pace.leave_out()
 
     def _size_of(self, nodes: int) -> int:
         """Return the nodes of the forward that trees of that many nodes are run by."""
@@ -193,6 +199,7 @@ class Tier:
         if depth not in self.drafts:
             assert self._session is not None
             drafter = self._session.request.drafter
+            self._leave_out()
             self.drafts[depth] = CapturedDraft(drafter, cache, self._most, depth, like, self._capture)
         return self.drafts[depth]
 

@@ -17,7 +17,7 @@ from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.pace import Pace, PaceRecord, row_weights
+from hf_dart.decoding.pace import PAUSE, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.trees.copies import Copy
 
@@ -508,3 +508,19 @@ def test_trees_are_filled_up_where_that_costs_nothing() -> None:
     assert filled[8:16].tolist() == [before[15]] * 8
     pace.fill_up(None)
     assert pace.cost().verify.tolist() == before.tolist()
+
+
+def test_a_round_that_compiles_shows_no_cost() -> None:
+    pace = Pace(TreeConfig(), "cpu", 1, 6, {"node_cost"})
+    seconds = dict.fromkeys(("draft", "grow", "verify"), 0.0)
+
+    def one_round(nodes: int, verify: float) -> list[float]:
+        seconds["verify"] += verify
+        pace.count(PAUSE, [[3]], [9], nodes, int(nodes > 1), seconds)
+        return pace.cost().verify.tolist()
+
+    one_round(1, 0.01)
+    before = one_round(8, 0.01)
+    pace.leave_out()
+    assert one_round(8, 30.0) == before
+    assert one_round(8, 0.03) != before
