@@ -28,7 +28,7 @@ from hf_dart import DartHead, LookupDrafter, TreeConfig, attach, detach, load_dr
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
-INPUTS, PAIR = prompts([7]), prompts([7, 4])
+INPUTS, TWO_ROWS = prompts([7]), prompts([7, 4])
 BEAMS = {"num_beams": 2, "do_sample": False, "max_new_tokens": 8}
 
 
@@ -59,7 +59,7 @@ class Record(BaseStreamer):
 
 
 def drafted(head: DartHead) -> bool:
-    """Has the head drafted since it was last asked?"""
+    """Return whether the head has drafted since it was last asked."""
     stats, head.last_stats = head.last_stats, None
     return stats is not None and stats.accepted > 0
 
@@ -288,44 +288,44 @@ def test_arguments_given_by_position(target: Any, head: DartHead, place: str) ->
 
 @pytest.mark.parametrize("options", [SAMPLED, {"do_sample": False, "max_new_tokens": 16}])
 def test_every_call_drafts(target: Any, head: DartHead, options: dict[str, Any]) -> None:
-    stock = run(target, PAIR, 0, **options)
+    stock = run(target, TWO_ROWS, 0, **options)
     assert attach(target, head) is target
-    ours = run(target, PAIR, 0, **options)
+    ours = run(target, TWO_ROWS, 0, **options)
     assert drafted(head)
     assert torch.equal(ours.sequences, stock.sequences)
     assert torch.equal(ours.state, stock.state)
-    run(target, PAIR, 0, assistant=None, **options)
+    run(target, TWO_ROWS, 0, assistant=None, **options)
     assert not drafted(head)
-    run(target, PAIR, 0, assistant=LookupDrafter(), **options)
+    run(target, TWO_ROWS, 0, assistant=LookupDrafter(), **options)
     assert not drafted(head)
     detach(target)
-    run(target, PAIR, 0, **options)
+    run(target, TWO_ROWS, 0, **options)
     assert not drafted(head)
 
 
 def test_what_cannot_be_drafted_is_stocks_with_one_warning_for_each_reason(target: Any, head: DartHead) -> None:
-    beams = target.generate(**PAIR, **BEAMS)
-    seen = target.generate(**PAIR, do_sample=False, max_new_tokens=4, output_attentions=True, use_cache=True)
+    beams = target.generate(**TWO_ROWS, **BEAMS)
+    seen = target.generate(**TWO_ROWS, do_sample=False, max_new_tokens=4, output_attentions=True, use_cache=True)
     attach(target, head)
     with pytest.warns(UserWarning, match="runs without drafts: .*num_beams=2"):
-        assert torch.equal(target.generate(**PAIR, **BEAMS), beams)
+        assert torch.equal(target.generate(**TWO_ROWS, **BEAMS), beams)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert torch.equal(target.generate(**PAIR, **BEAMS), beams)
+        assert torch.equal(target.generate(**TWO_ROWS, **BEAMS), beams)
     with pytest.warns(UserWarning, match="output_attentions"):
-        again = target.generate(**PAIR, do_sample=False, max_new_tokens=4, output_attentions=True, use_cache=True)
+        again = target.generate(**TWO_ROWS, do_sample=False, max_new_tokens=4, output_attentions=True, use_cache=True)
     assert torch.equal(again, seen)
     assert not drafted(head)
     with pytest.raises(ValueError, match="num_beams=2"):  # who asks for drafts is told
-        target.generate(**PAIR, **BEAMS, assistant=head)
+        target.generate(**TWO_ROWS, **BEAMS, assistant=head)
 
 
 def test_errors_are_stocks(target: Any, head: DartHead) -> None:
     attach(target, head)
     with pytest.raises(ValueError, match="`max_new_tokens` must be greater than 0"):
-        target.generate(**PAIR, max_new_tokens=0)
+        target.generate(**TWO_ROWS, max_new_tokens=0)
     with pytest.raises(TypeError, match="pass a hf_dart drafter as assistant="):
-        target.generate(**PAIR, max_new_tokens=4, assistant_model=head)
+        target.generate(**TWO_ROWS, max_new_tokens=4, assistant_model=head)
     with pytest.raises(TypeError, match="DartHead"):
         attach(target, 3)  # type: ignore[arg-type]
 
@@ -356,8 +356,8 @@ def test_deep_copies_draft_for_themselves(target: Any, head: DartHead) -> None:
     twin = copy.deepcopy(target)
     with torch.no_grad():
         twin.lm_head.weight.mul_(-1)
-    stock = run(twin, PAIR, 0, assistant=None, **SAMPLED)
-    ours = run(twin, PAIR, 0, **SAMPLED)
+    stock = run(twin, TWO_ROWS, 0, assistant=None, **SAMPLED)
+    ours = run(twin, TWO_ROWS, 0, **SAMPLED)
     assert torch.equal(ours.sequences, stock.sequences)
     assert twin.generate.default is not head
     assert drafted(twin.generate.default)
@@ -367,14 +367,14 @@ def test_loading_another_head_leaves_the_default(target: Any, head: DartHead) ->
     attach(target, head)
     tiny_head(target)
     attach(target)
-    run(target, PAIR, 0, **SAMPLED)
+    run(target, TWO_ROWS, 0, **SAMPLED)
     assert drafted(head)
 
 
 def test_loaded_as_the_default(target: Any, head: DartHead, tmp_path: Any) -> None:
     head.save_pretrained(tmp_path)
     loaded = load_drafter(str(tmp_path), target=target, default=True)
-    run(target, PAIR, 0, **SAMPLED)
+    run(target, TWO_ROWS, 0, **SAMPLED)
     assert drafted(loaded)
     with pytest.raises(ValueError, match="target=model"):
         load_drafter(str(tmp_path), default=True)

@@ -63,15 +63,23 @@ class FailingCriterion(StoppingCriteria):
 # ---- the user breaks off ----------------------------------------------------------------------------------
 
 
+MORE = [
+    pytest.param(family, kind, lengths, sampled, 40, seed, marks=pytest.mark.matrix)
+    for family, kind in (("llama", "dynamic"), ("gemma3", "dynamic"), ("gemma3", "static"))
+    for lengths in ([7], RAGGED)
+    for sampled in (True, False)
+    for seed in (2, 3)
+]
+
+
 @pytest.mark.parametrize(
-    ("family", "kind", "lengths", "sampled"),
-    [
-        ("gemma3", "dynamic", RAGGED, True),
-        ("gemma3", "static", [7], True),
-    ],
+    ("family", "kind", "lengths", "sampled", "cases", "seed"),
+    [("gemma3", "dynamic", RAGGED, True, 9, 1), ("gemma3", "static", [7], True, 9, 1), *MORE],
 )
-def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], sampled: bool) -> None:
-    reached = interrupt(family, kind, lengths, sampled, cases=9, seed=1)
+def test_interrupted_anywhere(
+    family: str, kind: str, lengths: list[int], sampled: bool, cases: int, seed: int
+) -> None:
+    reached = interrupt(family, kind, lengths, sampled, cases=cases, seed=seed)
     assert len(set(reached)) > 3
 
 
@@ -101,22 +109,6 @@ def test_a_kept_interruption_holds_no_noise(
     monkeypatch.setattr(where, part, whole)
     assert_identical(target, head, prompts(RAGGED), **SAMPLED)
     del kept
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("lengths", [[7], RAGGED])
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    [
-        ("llama", "dynamic"),
-        ("gemma3", "dynamic"),
-        ("gemma3", "static"),
-    ],
-)
-@pytest.mark.parametrize("seed", [2, 3])
-def test_interrupted_anywhere_often(family: str, kind: str, lengths: list[int], sampled: bool, seed: int) -> None:
-    interrupt(family, kind, lengths, sampled, cases=40, seed=seed)
 
 
 # ---- something fails --------------------------------------------------------------------------------------

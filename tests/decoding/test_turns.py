@@ -48,14 +48,11 @@ REPRESENTATIVE = [
 ]
 
 
-@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), REPRESENTATIVE)
+MORE = [pytest.param(*case, marks=pytest.mark.matrix) for case in CASES if case not in REPRESENTATIVE]
+
+
+@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), [*REPRESENTATIVE, *MORE])
 def test_turns_equal_stocks(family: str, kind: str, lengths: list[int], mode: str) -> None:
-    assert_turns_are_stocks(family, kind, lengths, mode)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), [case for case in CASES if case not in REPRESENTATIVE])
-def test_turns_of_every_cache_kind(family: str, kind: str, lengths: list[int], mode: str) -> None:
     assert_turns_are_stocks(family, kind, lengths, mode)
 
 

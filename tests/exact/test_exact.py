@@ -136,7 +136,7 @@ def test_text_streamers(llama: tuple[Any, Any], capsys: pytest.CaptureFixture[st
     assert streamed == TOKENIZER.decode(run(target, inputs, 0, **GREEDY).sequences[0])
 
 
-# ---- outputs and routes -----------------------------------------------------------------------------------
+# ---- trees and heads --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
