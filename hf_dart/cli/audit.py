@@ -19,9 +19,9 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("prompts", nargs="*", help="texts to continue (default: 8 from the installed pytest's source)")
     parser.add_argument(
-        "--new-tokens", type=common.positive, default=64, help="per prompt and run (default: %(default)s)"
+        "--new-tokens", type=common.positive, default=64, help="new tokens per prompt and run (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=common.seed, default=0, help="of the sampled runs (default: %(default)s)")
+    parser.add_argument("--seed", type=common.seed, default=0, help="seed of the sampled runs (default: %(default)s)")
     common.json_option(parser)
     parser.set_defaults(command=_run)
 

@@ -25,15 +25,15 @@ def add(commands: Any) -> None:
     texts.add_argument(
         "--suite", nargs="+", metavar="SUITE", help="code, chat, math, summarisation, a .jsonl file, or a data set"
     )
-    parser.add_argument("--prompts", type=common.positive, help="of each suite (default: 8)")
+    parser.add_argument("--prompts", type=common.positive, help="prompts of each suite (default: 8)")
     parser.add_argument(
         "--prompt-tokens",
         type=common.positive,
         metavar="LENGTH",
-        help="of the longest prompt; files are cut to two thirds of it and more (default: 96; suites: as they are)",
+        help="tokens of the longest prompt; those from files have 2/3 of it or more (default: 96; suites: as they are)",
     )
-    parser.add_argument("--new-tokens", type=common.positive, help="per prompt (default: 128)")
-    parser.add_argument("--repeats", type=common.positive, help="default: 5")
+    parser.add_argument("--new-tokens", type=common.positive, help="new tokens per prompt (default: 128)")
+    parser.add_argument("--repeats", type=common.positive, help="repeats of the run (default: 5)")
     batches = "default: 1,4, as far as --prompts fills them"
     parser.add_argument("--batch", dest="batches", type=common.sizes, metavar="SIZES", help=batches)
     parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help=f"of {','.join(_MODES)} (default: all)")

@@ -71,7 +71,7 @@ def target_options() -> argparse.ArgumentParser:
     target.add_argument("--target", help=f"a folder, a Hub id, {PACKAGED!r} (default: that of --head)")
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
-    target.add_argument("--attn-implementation", metavar="NAME", help="of the target, as for from_pretrained")
+    target.add_argument("--attn-implementation", metavar="NAME", help="attention of the target, as for from_pretrained")
     target.add_argument(
         "--quantization",
         type=fields,

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         help="dart: our format, of every kind of head; vllm: that of speculators (P-EAGLE); ngram: our n-gram table",
     )
     parser.add_argument("--target", help="the target of a head: a folder or a Hub id (default: the packaged one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of what is written; default: as the head was saved")
+    parser.add_argument("--dtype", choices=DTYPES, help="dtype to write (default: as the head was saved)")
     parser.add_argument("--verifier", metavar="ID", help="for --to vllm: where it finds the target (default: --target)")
     parser.add_argument("--tokenizer", help="with --to ngram: the target's (default: the packaged target's)")
     parser.add_argument("--chunk", type=positive, help="nodes of a trie that are held in memory (default: 1048576)")

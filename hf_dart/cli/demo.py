@@ -12,10 +12,10 @@ from hf_dart.cli import common
 def add(commands: Any) -> None:
     parser = commands.add_parser("demo", parents=[common.pair_options()], help="a tour on the packaged pair, offline")
     parser.add_argument(
-        "--new-tokens", type=common.positive, default=96, help="per prompt and run (default: %(default)s)"
+        "--new-tokens", type=common.positive, default=96, help="new tokens per prompt and run (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=common.seed, default=0, help="of the sampled runs")
-    parser.add_argument("--color", action="store_true", help="colours also where the output is no terminal")
+    parser.add_argument("--seed", type=common.seed, default=0, help="seed of the sampled runs")
+    parser.add_argument("--color", action="store_true", help="use colours even if the output is not a terminal")
     parser.set_defaults(command=_run)
 
 

@@ -40,7 +40,7 @@ def _prompt_options() -> argparse.ArgumentParser:
     prompt.add_argument(
         "--thinking",
         action=argparse.BooleanOptionalAction,
-        help="handed to the chat template; default: as in the conversations that the head was trained on",
+        help="passed to the chat template (default: as in the conversations that the head was trained on)",
     )
     return prompt
 

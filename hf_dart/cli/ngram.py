@@ -19,7 +19,7 @@ _TOKEN_TYPES = ("uint16", "uint32", "int32", "int64")
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("ngram", help="count n-grams of a corpus, for trees that hang together")
+    parser = commands.add_parser("ngram", help="count n-grams of a corpus, by which trees are scored")
     steps = parser.add_subparsers(required=True, metavar="STEP")
 
     build = steps.add_parser("build", help="count texts, token ids or a data set into a table")
@@ -28,8 +28,8 @@ def add(commands: Any) -> None:
     corpus.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one document per file")
     corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids one after the other: .npy, or raw")
     corpus.add_argument("--dataset", metavar="NAME", help="files, a folder, or NAME[:CONFIG[:SPLIT]] of the Hub")
-    build.add_argument("--token-type", choices=_TOKEN_TYPES, help="of raw ids (default: uint16)")
-    build.add_argument("--column", default="text", help="of the data set: texts or token ids (default: %(default)s)")
+    build.add_argument("--token-type", choices=_TOKEN_TYPES, help="dtype of raw ids (default: uint16)")
+    build.add_argument("--column", default="text", help="field of texts or token ids (default: %(default)s)")
     build.add_argument("--tokenizer", help="the target's, a folder or a Hub id (default: the packaged target's)")
     build.add_argument("--order", type=positive, default=3, help="length of the longest n-grams (default: %(default)s)")
     _add_min_counts(build)

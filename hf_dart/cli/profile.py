@@ -13,7 +13,7 @@ from hf_dart.errors import UserError
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "profile", parents=[common.pair_options()], help="measure what drafting costs here, so that trees follow it"
+        "profile", parents=[common.pair_options()], help="measure the costs of drafting, by which trees are sized"
     )
     common.json_option(parser)
     parser.add_argument(

@@ -30,11 +30,11 @@ def add(commands: Any) -> None:
     data = parser.add_argument_group("data")
     data.add_argument("data", nargs="+", help="files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub")
     data.add_argument("--text-field", metavar="NAME", help="the field that holds the text (default: text)")
-    data.add_argument("--messages-field", metavar="NAME", help="that holds conversations (default: messages)")
-    data.add_argument("--streaming", action="store_true", help="read in order while writing; else shuffled")
-    data.add_argument("--cache-dir", metavar="FOLDER", help="of the datasets library")
-    data.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's")
-    data.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="handed to the chat template")
+    data.add_argument("--messages-field", metavar="NAME", help="the field that holds conversations (default: messages)")
+    data.add_argument("--streaming", action="store_true", help="read in order while writing, instead of shuffled")
+    data.add_argument("--cache-dir", metavar="FOLDER", help="cache folder of the datasets library")
+    data.add_argument("--chat-template", metavar="FILE", help="chat template to use instead of the tokenizer's")
+    data.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="passed to the chat template")
 
     writing = parser.add_argument_group("writing")
     writing.add_argument("--head", help="a draft head for the target: the same text, sooner")
@@ -53,12 +53,12 @@ def add(commands: Any) -> None:
     )
     positive = common.positive
     writing.add_argument("--length", type=positive, default=2048, help="tokens of a row (default: %(default)s)")
-    writing.add_argument("--new-tokens", type=positive, default=1024, help="at most, per reply (default: %(default)s)")
+    writing.add_argument("--new-tokens", type=positive, default=1024, help="tokens of a reply, at most (default: 1024)")
     writing.add_argument(
         "--prefix", type=positive, nargs=2, default=(32, 128), metavar=("LEAST", "MOST"), help="of text: tokens kept"
     )
 
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="what train_data then names")
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write, for train_data")
     parser.add_argument("--batch-size", type=positive, default=32, help="rows at a time (default: %(default)s)")
     parser.add_argument("--rows", type=positive, help="write so many, in whole batches (default: all)")
     parser.add_argument("--minutes", type=float, help="begin no batch after that")

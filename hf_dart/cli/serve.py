@@ -17,7 +17,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--host", default="localhost", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
     parser.add_argument("--enable-cors", action="store_true", help="answer pages of other origins too")
-    parser.add_argument("--seed", type=common.seed, help="of torch's generator, when the server starts")
+    parser.add_argument("--seed", type=common.seed, help="seed of torch's generator when the server starts")
     parser.set_defaults(command=_run)
 
 

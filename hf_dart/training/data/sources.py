@@ -48,22 +48,22 @@ class DataArguments:
     """
 
     train_data: list[str] = option(MISSING, "files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub")
-    eval_data: list[str] = option([], "the same; a Hub split is 'validation' here")
-    eval_documents: int = option(0, "without eval_data: the first of each source, kept out of training")
+    eval_data: list[str] = option([], "as train_data; the default split of the Hub is 'validation'")
+    eval_documents: int = option(0, "without eval_data: first documents of each source, kept out of training")
     shares: list[float] | None = option(
         None, "of the rows: one number per source; without, every row comes once per epoch"
     )
     text_field: str | None = option(None, "the field that holds the text")
     messages_field: str | None = option(None, "the field that holds the conversation")
     chat_template: str | None = option(None, "a chat template or a file with one, instead of the tokenizer's")
-    enable_thinking: bool | None = option(None, "handed to the chat template")
+    enable_thinking: bool | None = option(None, "passed to the chat template")
     train_on: str = option("assistant", "draft only what the assistant (or the target) wrote, or 'all'")
     max_length: int = option(2048, "tokens of a row")
-    packing: bool = option(True, "several documents in a row, none seen by another")
+    packing: bool = option(True, "pack several documents into a row, none attends to another")
     streaming: bool = option(False, "read while training, over and over until max_steps, and keep nothing on disk")
-    shuffle_seed: int = option(0, "of streams and mixtures")
+    shuffle_seed: int = option(0, "seed of streams and mixtures")
     num_proc: int | None = option(None, "processes that tokenize")
-    cache_dir: str | None = option(None, "of the datasets library")
+    cache_dir: str | None = option(None, "cache folder of the datasets library")
 
     def __post_init__(self) -> None:
         if not self.train_data:

@@ -27,12 +27,12 @@ class TargetArguments:
     target: str | None = option(None, "a folder or a Hub id; default: the packaged target")
     target_revision: str | None = option(None, "branch, tag or commit on the Hub")
     tokenizer: str | None = option(None, "default: the target's")
-    dtype: str | None = option(None, "of the target's weights; default: float32 for packaged ones, else as saved")
+    dtype: str | None = option(None, "dtype of the target's weights; default: float32 for packaged ones, else as saved")
     device_map: str | None = option(None, "auto spreads the target over devices; default: whole on each process's own")
     quantization: str | None = option(
         None, 'fields of a quantization config of transformers as JSON, such as {"load_in_4bit": true}'
     )
-    attn_implementation: str | None = option(None, "of the target, as for from_pretrained")
+    attn_implementation: str | None = option(None, "attention of the target, as for from_pretrained")
 
     def quantization_fields(self) -> dict[str, Any]:
         """`quantization` as a dict, empty without.
@@ -47,14 +47,14 @@ class TargetArguments:
 class DrafterArguments:
     """A new drafter, shaped by the fields of its config, or one to train on."""
 
-    drafter: str = option("dart", "its kind, edit for a head with edit passes; --help lists the options of that kind")
-    head: str | None = option(None, "go on training this one: a folder or a Hub id")
+    drafter: str = option("dart", "kind, edit for a head with edit passes; --help lists the options of that kind")
+    head: str | None = option(None, "continue to train this head: a folder or a Hub id")
     draft_length: int | None = option(None, "d, tokens guessed at a time")
     feature_layers: list[int] | None = option(None, "hidden_states of the target to read")
     num_layers: int | None = option(None, "decoder layers of the drafter")
     intermediate_size: int | None = option(None, "default: as the target")
     target_name: str | None = option(None, "kept in the config; default: the target's name")
-    tree: str | None = option(None, "fields of the TreeConfig that suits it, as JSON")
+    tree: str | None = option(None, "fields of the drafter's TreeConfig, as JSON")
 
     def config(self) -> dict[str, Any]:
         """Return the fields of the config that were given.
@@ -83,7 +83,7 @@ class HeadArguments(DrafterArguments):
         None, "which mask slots of a draft attend to each other"
     )
     shift_logits: bool | None = option(None, "false: every drafted token has a mask slot of its own, the first one too")
-    inject_features: bool | None = option(None, "also as keys and values of every layer")
+    inject_features: bool | None = option(None, "inject features as keys and values of every layer")
     mask_mode: Literal["learned", "peagle"] | None = option(None, "what a mask slot holds")
     mask_token_id: int | None = option(None, "with peagle; default: an unused token")
     draft_vocab_size: int | None = option(None, "draft only so many tokens, the most frequent of the training rows")
@@ -124,7 +124,7 @@ class DrafterTrainingArguments(TrainingArguments):
     chain_form: str | None = option(None, "linear or log")
     early_stopping_patience: int | None = option(None, "evaluations in a row without a better tau before it stops")
     decode_prompts: int = option(0, "prompts to decode at every evaluation")
-    decode_prompt_tokens: int = option(32, "tokens of each")
+    decode_prompt_tokens: int = option(32, "tokens of each decoded prompt")
     loss_chunk: int = option(64, "blocks whose logits are held at a time; 0: all")
     resume_from_checkpoint: str | None = option(
         None, "go on from this checkpoint; alone: the newest of the run", nargs="?", const="true"

@@ -55,9 +55,9 @@ class DiffusionTrainingArguments(DrafterTrainingArguments):
             a draft's first token is what the entry before it predicts. 0 trains the blocks' own alone.
     """
 
-    loss: str = option("left_to_right", "of blocks that are all masked; as for a head")
-    revealed_share: float = option(0.5, "of the blocks: those with tokens revealed")
-    text_weight: float = option(0.0, "of the next token's loss at every entry of the text")
+    loss: str = option("left_to_right", "loss of blocks that are all masked, as for a head")
+    revealed_share: float = option(0.5, "share of the blocks with tokens revealed")
+    text_weight: float = option(0.0, "weight of the next token's loss at every entry of the text")
 
     def __post_init__(self) -> None:
         super().__post_init__()

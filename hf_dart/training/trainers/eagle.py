@@ -18,7 +18,7 @@ from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
 class EagleArguments(DrafterArguments):
     """Options of a new [`EagleDrafter`], in addition to those of every drafter."""
 
-    beam: int | None = option(None, "W, tokens of each depth that are drafted on from")
+    beam: int | None = option(None, "W, tokens of each depth from which drafting continues")
 
 
 @dataclass
