@@ -15,7 +15,7 @@ from peft import LoraConfig
 from support import tiny
 from support.chats import chat_tokenizer
 from support.modules import with_module
-from support.sights import seeing_target, sights
+from support.multimodal import image_inputs, multimodal_target
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchFeature
 
 import hf_dart
@@ -235,10 +235,10 @@ def test_training(names: dict[str, Any], tmp_path: Path) -> None:
 
 def test_training_on_images(names: dict[str, Any], tmp_path: Path) -> None:
     _, code = blocks(ROOT / "docs" / "training.md")
-    model = seeing_target("llava").float()
+    model = multimodal_target("llava").float()
 
     def processor(text: str, images: int, return_tensors: str) -> BatchFeature:
-        return BatchFeature(sights("llava", rows=1, image=images))
+        return BatchFeature(image_inputs("llava", rows=1, image=images))
 
     args = DartTrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none")
     head = DartHead.from_target(model, draft_length=4)

@@ -14,8 +14,8 @@ from support.compare import assert_identical, run, tally
 from support.engines import engine
 from support.families import needs_running_states
 from support.modules import with_module
+from support.multimodal import MULTIMODAL, TEXT, after_images, image_inputs, multimodal_target
 from support.refusals import refused
-from support.sights import SEEING, TEXT, behind_sights, seeing_target, sights
 from support.tiny import (
     VOCABULARY,
     ReplayDrafter,
@@ -24,7 +24,7 @@ from support.tiny import (
     tiny_head,
 )
 from support.turns import taken_up  # noqa: F401
-from surveys.sights_of_classes import examine, seeing_classes
+from surveys.multimodal_classes import classes_with_media, examine
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
@@ -49,12 +49,12 @@ def knows(stock: Tensor, inputs: dict[str, Tensor]) -> ReplayDrafter:
 # Images in chunks, and `image_sizes` with CLIP, are beyond older releases themselves.
 _stock_can = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="stock cannot, in this release")
 MORE = ("qwen3_vl", "llava", "gemma3")
-_FAMILIES = [pytest.param(one, marks=needs_running_states if one == "qwen3_5" else ()) for one in SEEING]
+_FAMILIES = [pytest.param(one, marks=needs_running_states if one == "qwen3_5" else ()) for one in MULTIMODAL]
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
 def test_two_rows_with_images(family: str) -> None:
-    target, inputs = seeing_target(family), sights(family)
+    target, inputs = multimodal_target(family), image_inputs(family)
     stock = run(target, inputs, 0, **GREEDY)
     blind = run(target, {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}, 0, **GREEDY)
     assert not torch.equal(blind.sequences, stock.sequences), "images were to matter"
@@ -70,7 +70,7 @@ def test_two_rows_with_images(family: str) -> None:
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=_stock_can), "gemma3"])
 def test_one_row_in_chunks(family: str) -> None:
-    target, inputs = seeing_target(family), sights(family, rows=1)
+    target, inputs = multimodal_target(family), image_inputs(family, rows=1)
     stock = run(target, inputs, 0, **GREEDY)
     assert_identical(target, knows(stock.sequences, inputs), inputs, into=SEEN, **GREEDY)
     if family == "qwen2_5_vl":  # masks of gemma3 let an image's tokens see each other, across chunks too
@@ -92,7 +92,7 @@ def small_model(target: Any) -> LanguageModelDrafter:
 @pytest.mark.parametrize("make", [tiny_head, peagle_head, tiny_eagle_drafter, tiny_diffusion_drafter])
 def test_drafters_read_what_the_target_reads(make: Any) -> None:
     """The embeddings of images in place of their tokens' own, and of text those that they know."""
-    target, inputs = seeing_target("llava"), sights("llava")
+    target, inputs = multimodal_target("llava"), image_inputs("llava")
     drafter, read = make(target), []
 
     def note(state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
@@ -123,11 +123,11 @@ DRAFTERS = [
 @pytest.mark.parametrize("make", DRAFTERS)
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(one, marks=pytest.mark.matrix) for one in MORE)])
 def test_every_kind_of_drafter(family: str, make: Any) -> None:
-    target = seeing_target(family)
+    target = multimodal_target(family)
     drafter = make(target)
     for mode in (GREEDY, SAMPLED):
-        assert_identical(target, drafter, sights(family), into=SEEN, **mode)
-    text = {name: sights(family)[name] % 43 for name in ("input_ids", "attention_mask")}
+        assert_identical(target, drafter, image_inputs(family), into=SEEN, **mode)
+    text = {name: image_inputs(family)[name] % 43 for name in ("input_ids", "attention_mask")}
     assert_identical(target, drafter, text, into=SEEN, **GREEDY)
 
 
@@ -135,23 +135,23 @@ def test_every_kind_of_drafter(family: str, make: Any) -> None:
 def test_a_module_of_the_targets_own(tmp_path: Path) -> None:
     """MTP, as the checkpoints of Qwen3.5 have it, reads the embeddings of images too."""
     kinds = ["linear_attention"] * 3 + ["full_attention"]  # its norms are those of a layer of attention
-    target, _ = with_module("qwen3_5", tmp_path, target=seeing_target("qwen3_5", layer_types=kinds))
+    target, _ = with_module("qwen3_5", tmp_path, target=multimodal_target("qwen3_5", layer_types=kinds))
     drafter = MtpDrafter.from_target(attach(target))
     assert drafter.reads_embeddings
     for mode in (GREEDY, SAMPLED):
-        assert_identical(target, drafter, sights("qwen3_5"), into=SEEN, **mode)
+        assert_identical(target, drafter, image_inputs("qwen3_5"), into=SEEN, **mode)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
 def test_turns_with_an_image_each(family: str, taken_up: list[bool]) -> None:  # noqa: F811
-    target = seeing_target(family)
+    target = multimodal_target(family)
     head, texts = tiny_head(target), []
     for drafting in ({}, {"assistant": head}):
-        inputs, cache = sights(family), DynamicCache(config=target.config.get_text_config())
+        inputs, cache = image_inputs(family), DynamicCache(config=target.config.get_text_config())
         for turn in range(3):
             out = run(target, inputs, turn, past_key_values=cache, **SAMPLED, **WORDS, **drafting)
             texts.append(out.sequences)
-            inputs = behind_sights(family, inputs, out.sequences, sees=turn == 0)
+            inputs = after_images(family, inputs, out.sequences, with_image=turn == 0)
     assert all(torch.equal(stock, ours) for stock, ours in zip(texts[:3], texts[3:], strict=True))
     assert taken_up == [False, True, True]
 
@@ -159,18 +159,18 @@ def test_turns_with_an_image_each(family: str, taken_up: list[bool]) -> None:  #
 @pytest.mark.parametrize("words", [False, True], ids=["at once", "after a turn of words"])
 def test_other_images_are_another_text(words: bool, taken_up: list[bool]) -> None:  # noqa: F811
     """The head starts over where the cache is not the one that it left: the tokens of both texts are the same."""
-    target = seeing_target("llava")
-    head, one, other = tiny_head(target), sights("llava"), sights("llava", seed=0, image=1)
+    target = multimodal_target("llava")
+    head, one, other = tiny_head(target), image_inputs("llava"), image_inputs("llava", seed=0, image=1)
     assert torch.equal(one["input_ids"], other["input_ids"])
     assert not torch.equal(one["pixel_values"], other["pixel_values"])
     cache = DynamicCache(config=target.config.get_text_config())
     text = run(target, one, 0, past_key_values=cache, assistant=head, **GREEDY, **WORDS).sequences
     if words:
-        more = behind_sights("llava", one, text)
+        more = after_images("llava", one, text)
         text = run(target, more, 0, past_key_values=cache, assistant=head, **GREEDY, **WORDS).sequences
     # Stock reads the other one, up to where the head left its state.
     inputs = {**other, "input_ids": text[:, :-1]}
-    inputs["attention_mask"] = behind_sights("llava", one, inputs["input_ids"], more=0)["attention_mask"]
+    inputs["attention_mask"] = after_images("llava", one, inputs["input_ids"], more=0)["attention_mask"]
     cache.layers = target(**inputs, use_cache=True).past_key_values.layers
     more = {name: value for name, value in inputs.items() if name != "pixel_values"}
     more["input_ids"] = text
@@ -181,8 +181,8 @@ def test_other_images_are_another_text(words: bool, taken_up: list[bool]) -> Non
 
 
 def test_positions_of_the_users_own_are_followed() -> None:
-    target = seeing_target("qwen2_5_vl")
-    head, inputs = tiny_head(target), sights("qwen2_5_vl")
+    target = multimodal_target("qwen2_5_vl")
+    head, inputs = tiny_head(target), image_inputs("qwen2_5_vl")
     width = inputs["input_ids"].shape[1]
     positions = torch.arange(width).expand(4, 2, width) + torch.tensor([0, 1, 5, 2])[:, None, None]
     plain = run(target, inputs, 0, **GREEDY)
@@ -193,12 +193,12 @@ def test_positions_of_the_users_own_are_followed() -> None:
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
 def test_captured_rounds_after_images(family: str) -> None:
     """The next call's images are of other sizes, and a text without any is at its own positions."""
-    target = seeing_target(family)
+    target = multimodal_target(family)
     head = tiny_head(target)
     made = engine(target, head)
-    inputs = sights(family)
+    inputs = image_inputs(family)
     assert_identical(target, head, inputs, into=SEEN, **GREEDY)
-    turned = sights(family, turned=True)
+    turned = image_inputs(family, turned=True)
     assert_identical(target, head, turned, into=SEEN, **SAMPLED)
     assert_identical(target, head, turned, into=SEEN, **GREEDY)
     assert_identical(target, head, turned, into=SEEN, **GREEDY, no_repeat_ngram_size=3)
@@ -209,7 +209,7 @@ def test_captured_rounds_after_images(family: str) -> None:
 
 @_stock_can
 def test_what_stock_hands_on_with_every_token_is_no_matter_or_refused() -> None:
-    plain = type(seeing_target("llava"))
+    plain = type(multimodal_target("llava"))
 
     class Sees(plain):  # type: ignore[misc, valid-type]
         sizes: Any = None
@@ -225,9 +225,9 @@ def test_what_stock_hands_on_with_every_token_is_no_matter_or_refused() -> None:
         def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
             return {**super().prepare_inputs_for_generation(*args, **kwargs), "image_sizes": self.sizes}
 
-    target = seeing_target("llava")
+    target = multimodal_target("llava")
     target.__class__ = Sees
-    head, inputs = tiny_head(target), sights("llava")
+    head, inputs = tiny_head(target), image_inputs("llava")
     target.sizes = torch.tensor([[8, 8]] * 2)
     assert_identical(target, head, inputs, into=SEEN, **GREEDY)
     assert_identical(target, head, inputs, into=SEEN, **SAMPLED)
@@ -247,7 +247,7 @@ def test_reading_embeddings_is_for_those_that_can() -> None:
             read.append(next_tokens.dtype)
             super().extend(state, features, next_tokens, counts)
 
-    target, inputs = seeing_target("llava"), sights("llava")
+    target, inputs = multimodal_target("llava"), image_inputs("llava")
     stock = run(target, inputs, 0, **GREEDY)
     drafter: Drafter[Any] = Reads(stock.sequences, [6, 0], VOCABULARY, misses=[0.1, 0.1])
     assert not drafter.reads_embeddings
@@ -256,7 +256,7 @@ def test_reading_embeddings_is_for_those_that_can() -> None:
 
 
 def real_processor(family: str) -> Any:
-    """A processor as published ones are, for a family of `SEEING`."""
+    """A processor as published ones are, for a family of `MULTIMODAL`."""
     if not hasattr(transformers, "CLIPImageProcessorPil"):
         pytest.skip("this release of transformers reads images by torchvision alone")
     marks = {"<image>": 47, "<video>": 46, "<begin>": 45, "<end>": 44}
@@ -292,7 +292,7 @@ def test_images_of_a_real_processor(family: str) -> None:
     inputs["pixel_values"] = inputs["pixel_values"].double()
     seen = (inputs["input_ids"] == 47).sum(1).tolist()
     assert seen == ([4, 12] if family == "qwen2_5_vl" else [4, 8])
-    target = seeing_target(family)
+    target = multimodal_target(family)
     assert_identical(target, tiny_head(target), inputs, into=SEEN, **GREEDY)
     assert_identical(target, tiny_head(target), inputs, into=SEEN, **SAMPLED)
     blind = run(target, {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}, 0, **GREEDY)
@@ -304,7 +304,7 @@ BY_DEFAULT = ["PaliGemmaForConditionalGeneration", "Qwen2_5OmniThinkerForConditi
 
 
 @pytest.mark.parametrize(
-    "name", [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.matrix) for name in seeing_classes())]
+    "name", [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.matrix) for name in classes_with_media())]
 )
 def test_a_class_that_sees_or_hears(name: str) -> None:
     seen = examine(name)

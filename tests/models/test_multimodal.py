@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.compare import assert_identical
 from support.families import SIZES
-from support.sights import seeing_target
+from support.multimodal import multimodal_target
 from support.tiny import WINDOW, prompts, tiny_head
 from transformers import Exaone4_5_Config, Exaone4_5_ForConditionalGeneration
 
@@ -44,7 +44,7 @@ def encodes_first(model: Any) -> bool:
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "llava"])
 def test_text_alone(family: str) -> None:
-    target = seeing_target(family)
+    target = multimodal_target(family)
     head = tiny_head(target)
     inputs = {name: values % WORDS for name, values in prompts([9, 3, 7, 13]).items()}
     assert_identical(target, head, inputs, **SAMPLED)

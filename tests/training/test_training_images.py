@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical
-from support.sights import seeing_target, sights
+from support.multimodal import image_inputs, multimodal_target
 from support.tiny import tiny_diffusion_drafter
 from support.tiny_training import tiny_head, tiny_trainer
 
@@ -23,7 +23,7 @@ WORDS = {"suppress_tokens": [43, 44, 45, 46, 47]}
 
 def prompt(family: str, seed: int, rows: int = 1) -> dict[str, torch.Tensor]:
     """One text with an image, the larger one of two where they differ."""
-    return sights(family, rows, seed=seed, image=seed, turned=seed % 2 == 0)
+    return image_inputs(family, rows, seed=seed, image=seed, turned=seed % 2 == 0)
 
 
 def own_rows(target: Any, family: str, count: int, first: int) -> list[dict[str, Any]]:
@@ -35,11 +35,11 @@ def own_rows(target: Any, family: str, count: int, first: int) -> list[dict[str,
 
 
 def in_float32(family: str) -> Any:
-    return attach(seeing_target(family).float())
+    return attach(multimodal_target(family).float())
 
 
 def test_a_row_and_a_batch() -> None:
-    target = seeing_target("qwen2_5_vl")
+    target = multimodal_target("qwen2_5_vl")
     inputs = [prompt("qwen2_5_vl", seed) for seed in (0, 1)]
     rows = [image_row(one, target.generate(**one, do_sample=False, max_new_tokens=5)) for one in inputs]
     assert rows[0]["loss_mask"].sum() == 5
@@ -60,7 +60,7 @@ def test_a_row_and_a_batch() -> None:
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_blocks_read_what_drafting_reads(family: str, tmp_path: Path) -> None:
     """Features and embeddings of a row in a padded batch are those of its own prompt in `generate`."""
-    target = seeing_target(family)
+    target = multimodal_target(family)
     rows = own_rows(target, family, 2, 0)
     head = tiny_head(target)
     trainer = tiny_trainer(tmp_path, head, target, rows)
@@ -96,7 +96,7 @@ def test_tau_rises_on_images(family: str, tmp_path: Path) -> None:
     assert after > before + 0.25
     loaded = DartHead.from_pretrained(tmp_path / "checkpoint-60", target=target)
     assert all(torch.equal(old, new) for old, new in zip(head.parameters(), loaded.parameters(), strict=True))
-    exact = seeing_target(family)
+    exact = multimodal_target(family)
     drafts = DartHead.from_pretrained(tmp_path / "checkpoint-60", target=exact)
     assert_identical(exact, drafts, prompt(family, 100, rows=2), do_sample=False, max_new_tokens=20, **WORDS)
 

@@ -21,7 +21,7 @@ LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
-EYES = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
+TOWER = {"depth": 2, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4}
 CLIP = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -31,21 +31,21 @@ CLIP = {
     "patch_size": 4,
 }
 QWEN = {"image_token_id": 47, "video_token_id": 46, "vision_start_token_id": 45, "vision_end_token_id": 44}
-SEEING: dict[str, dict[str, Any]] = {
+MULTIMODAL: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {
         **QWEN,
         "text_config": {**TEXT, "rope_parameters": ROPE},
-        "vision_config": {**EYES, "fullatt_block_indexes": [1], "window_size": 8},
+        "vision_config": {**TOWER, "fullatt_block_indexes": [1], "window_size": 8},
     },
     "qwen3_vl": {
         **QWEN,
         "text_config": {**TEXT, "rope_parameters": ROPE},
-        "vision_config": {**EYES, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        "vision_config": {**TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
     },
     "qwen3_5": {
         **QWEN,
         "text_config": {**TEXT, **LINEAR, "rope_parameters": ROPE},
-        "vision_config": {**EYES, "num_position_embeddings": 64},
+        "vision_config": {**TOWER, "num_position_embeddings": 64},
     },
     "llava": {
         "text_config": {**TEXT, "model_type": "llama"},
@@ -62,15 +62,15 @@ SEEING: dict[str, dict[str, Any]] = {
 """Config fields by model type. Ids from 43 on are no words."""
 
 
-def seeing_target(family: str, seed: int = 0, **text: Any) -> Any:
-    """A random target of a family of `SEEING`, in float64; the global generators are not moved.
+def multimodal_target(family: str, seed: int = 0, **text: Any) -> Any:
+    """A random target of a family of `MULTIMODAL`, in float64; the global generators are not moved.
 
     Args:
         text: fields of the text's config in place of those there.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        fields = SEEING[family]
+        fields = MULTIMODAL[family]
         config = CONFIG_MAPPING[family](**{**fields, "text_config": {**fields["text_config"], **text}})
         model = AutoModelForImageTextToText.from_config(config).double().eval()
         with torch.no_grad():
@@ -82,7 +82,7 @@ def seeing_target(family: str, seed: int = 0, **text: Any) -> Any:
     return attach(model)
 
 
-def sights(family: str, rows: int = 2, seed: int = 0, image: int = 0, turned: bool = False) -> dict[str, Tensor]:
+def image_inputs(family: str, rows: int = 2, seed: int = 0, image: int = 0, turned: bool = False) -> dict[str, Tensor]:
     """Prompts of up to two rows as a processor prepares them: text, an image, text; padded on the left.
 
     Args:
@@ -110,20 +110,20 @@ def sights(family: str, rows: int = 2, seed: int = 0, image: int = 0, turned: bo
     return told
 
 
-def behind_sights(
-    family: str, inputs: dict[str, Tensor], sequences: Tensor, sees: bool = False, more: int = 4
+def after_images(
+    family: str, inputs: dict[str, Tensor], sequences: Tensor, with_image: bool = False, more: int = 4
 ) -> dict[str, Tensor]:
-    """The next turn's inputs: the text so far, a second image for each row if it `sees` one, and more words."""
-    new, mask = sights(family, len(sequences), seed=5, image=5), inputs["attention_mask"]
-    tail = new["input_ids"][:, -9:] if sees else torch.arange(3, 3 + more).expand(len(sequences), -1)
-    if sees and family in _SIZED:  # of images as large as those of the first row
+    """The next turn's inputs: the text so far, a second image for each row if `with_image`, and more words."""
+    new, mask = image_inputs(family, len(sequences), seed=5, image=5), inputs["attention_mask"]
+    tail = new["input_ids"][:, -9:] if with_image else torch.arange(3, 3 + more).expand(len(sequences), -1)
+    if with_image and family in _SIZED:  # of images as large as those of the first row
         tail = torch.cat([new["input_ids"][:, :0], tail.new_tensor([45, *[47] * 4, 44, 9, 8]).expand(2, -1)], dim=1)
         new["image_grid_thw"] = torch.tensor([(1, 4, 4)] * 2)
         new["pixel_values"] = new["pixel_values"][:32]
     ids = torch.cat([sequences, tail], dim=1)
     seen = mask.new_ones(len(ids), ids.shape[1] - mask.shape[1])
     told = {"input_ids": ids, "attention_mask": torch.cat([mask, seen], dim=1)}
-    if sees:
+    if with_image:
         told |= {name: new[name] for name in ("pixel_values", "image_grid_thw") if name in new}
     return told
 

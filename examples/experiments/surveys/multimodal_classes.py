@@ -3,7 +3,7 @@
 What shape a class takes, and how many tokens that becomes, is asked of the model itself: of the usual shapes, the first
 that its encoder takes; as many tokens as it gives.
 
-    PYTHONPATH=tests:examples/experiments python examples/experiments/surveys/sights_of_classes.py [CLASS ...]
+    PYTHONPATH=tests:examples/experiments python examples/experiments/surveys/multimodal_classes.py [CLASS ...]
 
 prints rows of the table in `MATRIX.md`.
 """
@@ -22,7 +22,7 @@ import transformers
 from support.compare import run
 from support.tiny import ReplayDrafter, tiny_head
 from surveys.classes import sentence_of_ours, shortened
-from surveys.sights_by_class import SIGHTS, Sight
+from surveys.media_by_class import MEDIA, Media
 from surveys.small import CannotBuild, build, builds_with, vocabulary_of
 from torch import Tensor
 from transformers.models.auto import modeling_auto
@@ -38,7 +38,7 @@ _SIDES = (16, 8, 32, 28, 56, 64)
 _FRAMES = (64, 32, 128)
 
 
-def seeing_classes() -> list[str]:
+def classes_with_media() -> list[str]:
     """Every class that generates text after images or sounds, in transformers' own order."""
     names: dict[str, None] = {}
     for mapping in _MAPPINGS:
@@ -62,8 +62,8 @@ def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
                 yield _prompt(model, token, counts) | given
 
 
-def inputs_of_sight(model: Any, sight: Sight) -> dict[str, Tensor]:
-    """The two-row prompt of a class that has a `Sight` of its own.
+def inputs_with_media(model: Any, media: Media) -> dict[str, Tensor]:
+    """The two-row prompt of a class that has a `Media` of its own.
 
     Raises:
         Exception: of the model's encoder.
@@ -71,18 +71,18 @@ def inputs_of_sight(model: Any, sight: Sight) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     given = {
         name: value if isinstance(value, Tensor) else torch.randn(value, generator=generator).to(model.dtype)
-        for name, value in sight.given.items()
+        for name, value in media.given.items()
     }
     modality = "audio" if any(name.startswith("input_") for name in given) else "image"
-    counts = [sight.count] * 2 if sight.count is not None else _asked(_encoder_of(model, modality), given)
-    token = sight.token or _token_of(model, modality)
+    counts = [media.count] * 2 if media.count is not None else _asked(_encoder_of(model, modality), given)
+    token = media.token or _token_of(model, modality)
     if counts is None or (token is None and any(counts)):
         raise ValueError("it is not said how many tokens these are, or which")
     inputs = _prompt(model, token or 0, counts)
     ids = inputs["input_ids"]
     slots = {
         name: (ids == token).long() if size is None else ids.new_ones(*ids.shape, *size)
-        for name, size in sight.by_slot.items()
+        for name, size in media.by_slot.items()
     }
     return inputs | given | slots
 
@@ -205,17 +205,17 @@ def prompted(name: str) -> Iterator[tuple[Any, dict[str, Tensor]]]:
 
     Raises:
         CannotBuild: no small model of the class can be made.
-        Exception: of the model's encoder, where a `Sight` says what to hand to it and no variant takes that.
+        Exception: of the model's encoder, where a `Media` says what to hand to it and no variant takes that.
     """
-    sight = SIGHTS.get(name)
-    if sight is None:
+    media = MEDIA.get(name)
+    if media is None:
         model = build(name, "sdpa")
         yield from ((model, inputs) for inputs in inputs_of(model))
         return
     fails: Exception | None = None
-    for model in builds_with(name, sight.attention, sight.own):
+    for model in builds_with(name, media.attention, media.own):
         try:
-            inputs = inputs_of_sight(model, sight)
+            inputs = inputs_with_media(model, media)
         except Exception as failure:  # unknown code may fail in any way
             fails = fails or failure
             continue
@@ -271,14 +271,14 @@ def _examined(name: str, model: Any, inputs: dict[str, Tensor], tokens: int) -> 
         return Seen(name, "crash" if told is None else "refused", told or shortened(repr(failure)))
     same = torch.equal(stock.sequences, ours.sequences) and torch.equal(drawn.sequences, drafted.sequences)
     same = same and torch.equal(drawn.state, drafted.state)
-    sees = ", ".join(f"{key} {list(inputs[key].shape)}" for key in extra_inputs(model, inputs) if "type" not in key)
-    return Seen(name, "exact" if same else "wrong", sees, known.last_stats.tau)
+    given = ", ".join(f"{key} {list(inputs[key].shape)}" for key in extra_inputs(model, inputs) if "type" not in key)
+    return Seen(name, "exact" if same else "wrong", given, known.last_stats.tau)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for each in sys.argv[1:] or seeing_classes():
+    for each in sys.argv[1:] or classes_with_media():
         seen = examine(each)
         tau = f"{seen.tau:.2f}" if seen.kind == "exact" else ""
         print(f"| {seen.name} | {seen.kind} | {seen.told.replace('|', '/')} | {tau} |", flush=True)
