@@ -3,18 +3,16 @@
 FlashAttention, and most kernels of the Hub, know causal and windowed attention alone, and FlexAttention wants masks of
 another kind. Trees are verified by SDPA there, over the same weights and the same cache, and what stock would run too
 (the prompt, a step without a draft) by the user's kernel. Targets look functions up in transformers' registry, by the
-name in their config, in every call: while a tree is verified, a function stands there that looks which thread asks.
-Configs stay as they are.
+name in their config, in every call: once a tree was verified, a function stands there that looks which thread asks, and
+calls the user's kernel for all but those that verify a tree. Configs stay as they are.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from threading import Lock
 from typing import Any
 
 import torch
@@ -89,10 +87,14 @@ _TABLES: tuple[tuple[Any, dict[str, Callable[..., Any]]], ...] = (
     (AttentionInterface, {"sdpa": packed_attention, "eager": _eager}),
     (AttentionMaskInterface, {"sdpa": sdpa_mask, "eager": eager_mask}),
 )
-# In this thread, the attention name that a model asks for and the one that is used in its place.
+# The attention of this thread where a model asks for a name: that name, and the one to take in its place.
 _here: ContextVar[tuple[str, str] | None] = ContextVar("_here", default=None)
-_installing = Lock()
-_inside: Counter[str] = Counter()
+
+
+@torch.compiler.assume_constant_result
+def _asked() -> tuple[str, str]:
+    """Return the names of `_here`; code that is compiled holds those of the thread that compiles it."""
+    return _here.get() or ("", "")
 
 
 class _HereOrOwn:
@@ -102,39 +104,31 @@ class _HereOrOwn:
         name: of the kernel.
         own: its function.
         others: functions by the names that trees are attended to by.
-        compiled: the name for code that is compiled meanwhile, which is a forward over a tree.
     """
 
-    def __init__(
-        self, name: str, own: Callable[..., Any], others: Mapping[str, Callable[..., Any]], compiled: str
-    ) -> None:
+    def __init__(self, name: str, own: Callable[..., Any], others: Mapping[str, Callable[..., Any]]) -> None:
         self.own = own
-        self._name, self._others, self._compiled = name, others, compiled
+        self._name, self._others = name, others
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._others[self._compiled](*args, **kwargs)
-        asked, name = _here.get() or ("", "")
+        asked, name = _asked()
         return (self._others[name] if asked == self._name else self.own)(*args, **kwargs)
 
 
 @contextmanager
 def _in_place_of(own: str, name: str) -> Iterator[None]:
-    """Attend by `name` where a model asks for `own`, in this thread; masks are made for it, too."""
-    with _installing:  # the first thread installs the functions, and the last one removes them
-        _inside[own] += 1
-        for interface, others in _TABLES:
-            found = interface._global_mapping.get(own)
-            if found is not None and not isinstance(found, _HereOrOwn):
-                interface.register(own, _HereOrOwn(own, found, others, name))
-    token = _here.set((own, name))
+    """Attend by `name` where a model asks for `own`, in this thread; masks are made for it, too.
+
+    The functions stay in the registries from then on: taking them away would need a lock in every round, which an
+    interruption may leave locked.
+    """
+    for interface, others in _TABLES:
+        found = interface._global_mapping.get(own)
+        if found is not None and not isinstance(found, _HereOrOwn):
+            interface.register(own, _HereOrOwn(own, found, others))
+    before = _here.get()
     try:
+        _here.set((own, name))
         yield
     finally:
-        _here.reset(token)
-        with _installing:
-            _inside[own] -= 1
-            for interface, _ in _TABLES if not _inside[own] else ():
-                found = interface._global_mapping.get(own)
-                if isinstance(found, _HereOrOwn):
-                    interface.register(own, found.own)
+        _here.set(before)

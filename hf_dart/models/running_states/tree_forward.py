@@ -73,7 +73,8 @@ def forward_before(module: nn.Module) -> Any:
     return forward.before if isinstance(forward, TreeForward) else forward
 
 
-_INSTALLING = threading.Lock()
+# An interruption may leave it locked, for this thread alone.
+_INSTALLING = threading.RLock()
 
 
 @contextmanager
