@@ -1,4 +1,4 @@
-"""Methods that are measured beside stock `generate`: its own ways to be faster, and drafters of ours."""
+"""Methods that a bench compares with stock `generate`: stock's own ways to be faster, and drafters of ours."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def measure(
 ) -> Profile:
     """Time greedy rounds at batch 1, interleaved with stock, and keep the quickest repeat of each.
 
-    Rounds are counted, whatever their drafts are worth. What grows with the tree beside the forward of the target
+    Rounds are counted, whatever their drafts are worth. What grows with the tree besides the target's forward
     (growth, walk, masks) is part of its cost. The results are rounded.
 
     Args:

@@ -43,7 +43,7 @@ temperature = number(
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, for argparse."""
+    """Parse whole numbers with commas between them, for argparse."""
     return tuple(map(positive, text.split(",")))
 
 

@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
     print("\n".join(markdown(["nodes", *(f"{size:g}" for size in sizes)], [cells])))
     print(f"a draft: {found.draft:.2f}")
     if found.level is not None:
-        print(f"a level of nodes, beside them: {found.level:.2f}")
+        print(f"each level, in addition: {found.level:.2f}")
     print("tree=" + json.dumps(found.settings))
     about = {"hardware": hardware(pair.model.device), "versions": versions()}
     times = {"token_ms": found.token_ms, "plain_ms": found.plain_ms}

@@ -180,7 +180,7 @@ class DrafterConfig(PreTrainedConfig):
         return cls(**{**fields, **overrides})
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write config.json to a folder and `custom_generate` beside it, as every kind of drafter does when saved."""
+        """Write config.json and `custom_generate` to a folder, as every kind of drafter does when saved."""
         super().save_pretrained(save_directory, **kwargs)
         write_custom_generate(Path(save_directory))
 

@@ -146,7 +146,7 @@ class DartLayer(nn.Module):
         normed: has a norm of its own in front of its attention; what it reads is as it should be otherwise, as are the
             two halves of pairs, which are normed apart (section 3.1).
         mlp_bias: the MLP has biases.
-        attention: what its attention has beside plain projections, as `DartAttention` takes it.
+        attention: what its attention has besides plain projections, as `DartAttention` takes it.
     """
 
     def __init__(

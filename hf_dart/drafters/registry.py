@@ -43,7 +43,7 @@ class Registered:
         called: what one is called, with its article.
         reads: what a config.json describes, if it is that of a checkpoint in another format, which its
             `from_pretrained` reads too.
-        reads_named: the same, from a config.json and what gives the names of the tensors beside it.
+        reads_named: the same, from a config.json and what gives the names of the checkpoint's tensors.
     """
 
     drafter: Any

@@ -100,7 +100,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         Args:
             target: a causal LM.
             tokenizer: of the target, compared with that of the target the drafter was made for. Left out, it is looked
-                up beside the target's weights, if they lie on this machine.
+                up in the folder of the target's weights, if on this machine.
 
         Raises:
             ValueError: the drafter was made for another target.
@@ -264,7 +264,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             path: a folder or a Hub repository written by `save_pretrained` / `push_to_hub`.
             target: the model to draft for; without it `bind` has to be called before drafting.
             tokenizer: the target's tokenizer, to be compared with the one the drafter was trained with. Left
-                out, it is looked up beside the target's weights, if they lie on this machine.
+                out, it is looked up in the folder of the target's weights, if on this machine.
             ngram: a table of n-grams or its path, as `drafter.ngram = NgramTable.load(path)`.
             kwargs: as for `PreTrainedModel.from_pretrained` (revision, token, dtype, ...).
 

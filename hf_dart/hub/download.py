@@ -184,7 +184,7 @@ def weight_files(path: str, missing: str | None = None, *, pickled: bool = False
     found = []
     for name in sorted(set(names.values())):
         if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # nothing outside the folder
-            raise ValueError(f"{_INDEX} in {path} names the file {name!r}; give an index of files beside it.")
+            raise ValueError(f"{_INDEX} in {path} names the file {name!r}; give an index of files in its own folder.")
         file = optional_file(path, name, **where)
         if file is None:
             raise OSError(f"{path} lacks a file that its {_INDEX} names; fetch it as a whole.")

@@ -36,7 +36,7 @@ def load_tokenizer(target: str | None = None) -> Any:
 
 
 def read_tokenizer(path: str, **options: Any) -> Any:
-    """Load the tokenizer in a folder or on the Hub, with a model beside it or without; options as `from_pretrained`'s.
+    """Load the tokenizer in a folder or on the Hub, with or without a model; options as `from_pretrained`'s.
 
     Raises:
         UserError: it cannot be loaded, or there is none.

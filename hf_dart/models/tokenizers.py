@@ -1,4 +1,4 @@
-"""The tokenizer of a target: hashes of its vocabulary and chat template, and the one beside its weights."""
+"""The tokenizer of a target: hashes of its vocabulary and chat template, and the one stored with its weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def template_hash(template: str) -> str:
 
 
 def tokenizer_beside(target: PreTrainedModel) -> Tokenizer | None:
-    """Return the tokenizer stored beside the target's weights, if it is on this machine."""
+    """Return the tokenizer stored with the target's weights, if it is on this machine."""
     name = target.config.name_or_path
     if not name:
         return None

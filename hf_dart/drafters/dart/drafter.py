@@ -172,7 +172,7 @@ class DartHead(DartModel):
         return self
 
     def _leave_out(self, names: list[str]) -> None:
-        """Neither save these weights nor miss them at load."""
+        """Leave these weights out when saving, and do not report them as missing when loading."""
         self._keys_to_ignore_on_save = names
         self._keys_to_ignore_on_load_missing = {f"^{re.escape(name)}$" for name in names}
 
@@ -324,7 +324,7 @@ class DartHead(DartModel):
         adapters.add(self, adapter_config, adapter_name or "default", seed)
 
     def load_adapter(self, path: str, adapter_name: str = "default", **where: Any) -> None:
-        """Put a trained adapter on the head beside those that it has, and let it work.
+        """Add a trained adapter to those of the head, and make it the active one.
 
         Args:
             path: a folder or a Hub repository.
@@ -345,7 +345,7 @@ class DartHead(DartModel):
         adapters.reread(self, folder)
 
     def set_adapter(self, adapter_name: str) -> None:
-        """Let this adapter work, at any time, between calls and between turns.
+        """Make this adapter the active one, at any time, between calls and between turns.
 
         A draft cache that another adapter left stays in use: its keys are nearly right, and nothing but the number of
         accepted drafts depends on them.

@@ -92,7 +92,7 @@ class DFlashShape:
 class DFlashConfig(DrafterConfig):
     """The config of a [`DFlashDrafter`]: the config.json that it was published with, and what is known of its target.
 
-    Weights lie beside it under the names of their own format, so that one function reads them.
+    Weights are in the same folder under the names of their own format, so that one function reads them.
 
     Args:
         published: the config.json that the drafter was published with.

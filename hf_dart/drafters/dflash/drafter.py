@@ -77,7 +77,7 @@ class DFlashDrafter(DFlashModel):
                 or written by `save_pretrained`.
             target: the model to draft for; without it `bind` has to be called before drafting.
             tokenizer: the target's tokenizer, to be asked whether the mask token is in use. Left out, it is looked up
-                beside the target's weights, if they lie on this machine.
+                in the folder of the target's weights, if on this machine.
             dtype: of the drafter; the target's if left out, "auto" is that of the files.
             where: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`.
 

@@ -17,7 +17,7 @@ def image_row(inputs: Mapping[str, Tensor], sequence: Tensor) -> dict[str, Any]:
     """Return a training row of a prompt with images, sounds or video and the reply that the target wrote.
 
     Args:
-        inputs: of the processor for one text, without padding: `input_ids` [1, P], and beside it what `generate` took:
+        inputs: of the processor for one text, without padding: `input_ids` [1, P], and other inputs of `generate`:
             `pixel_values`, `image_grid_thw`, marks [1, P] of tokens, and so on.
         sequence: [T] or [1, T] of `generate`: the prompt and the reply.
 

@@ -20,7 +20,7 @@ from hf_dart.training.objective.losses import NO_LABEL
 
 @dataclass(frozen=True)
 class Blocks:
-    """Positions and masks of blocks, which a drafter's `forward` takes beside features and embeddings.
+    """Positions and masks of blocks, which a drafter's `forward` takes in addition to features and embeddings.
 
     A mask is bool, True if a query attends to a key: [B, 1, queries, keys]. Keys are all S entries; where features are
     injected, T - 1 more.

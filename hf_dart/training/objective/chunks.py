@@ -20,7 +20,7 @@ def chunked(block_losses: Callable[..., Tensor], hidden: Tensor, *goals: Tensor,
     Args:
         block_losses: hidden [n, d, H] and goals [n, ...] to losses [n].
         hidden: [N, d, H].
-        goals: [N, ...] each, whatever `block_losses` needs beside the hidden states.
+        goals: [N, ...] each, whatever `block_losses` needs besides the hidden states.
         chunk_size: blocks per chunk; 0 takes all in one ordinary pass, which also reaches weights.
     """
     if chunk_size <= 0:

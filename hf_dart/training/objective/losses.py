@@ -157,7 +157,7 @@ def chain_loss(chain: Tensor, form: str = "linear") -> Tensor:
     Args:
         chain: [n, d], -inf where nothing is known.
         form: "linear" is the expected number of accepted tokens, negated. Its gradient vanishes where a draft is
-            hopeless, so it needs another loss beside it. "log" is -log(expected number / d): free of scale, and with
+            hopeless, so it needs another loss in addition. "log" is -log(expected number / d): free of scale, and with
             a gradient everywhere (arXiv 2609.34832).
     """
     if form == "linear":

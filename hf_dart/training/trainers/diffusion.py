@@ -51,7 +51,7 @@ class DiffusionTrainingArguments(DrafterTrainingArguments):
     Args:
         revealed_share: share of the blocks with t drawn from (0, 1); the others have t = 1, where `loss` applies.
             1 trains the diffusion model's bound alone, 0 a draft of one step.
-        text_weight: of the cross-entropy of the next token at every entry of the text, beside the blocks' losses:
+        text_weight: of the cross-entropy of the next token at every entry of the text, added to the blocks' losses:
             a draft's first token is what the entry before it predicts. 0 trains the blocks' own alone.
     """
 
