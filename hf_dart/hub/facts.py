@@ -147,10 +147,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
     file = folder / "config.json"
     kind = KINDS.get(str(_json(file, "save_pretrained").get("model_type"))) if file.is_file() else None
     if kind is None:
-        *called, last = (one.texts.called for one in KINDS.values())
-        raise ValueError(
-            f"{folder} holds no config.json of {', '.join(called)} or {last}; give what save_pretrained wrote."
-        )
+        called = " or ".join(sorted(one.texts.called for one in KINDS.values()))
+        raise ValueError(f"{folder} holds no config.json of {called}; give what save_pretrained wrote.")
     return kind.config_class.from_pretrained(folder)
 
 
