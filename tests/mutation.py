@@ -60,7 +60,7 @@ ROOMS = {
         "decoding/test_interruption.py",
     ],
     "cache/slot_cache.py": [*_CACHES, "engine/test_tier.py"],
-    "cache/target_cache.py": [*_CACHES, "engine/test_tier.py", "models/test_running_states.py"],
+    "cache/target_cache.py": [*_CACHES, *_PARTS, "models/test_running_states.py"],
     "cache/slots.py": [
         "cache/test_tree_caches.py",
         "decoding/test_turns.py",
