@@ -74,12 +74,11 @@ def break_off(s: Session) -> None:
 
     The cache then holds the prompt and so much of the generated tokens as every row has committed.
     """
-    position = s.streaming.position
-    leave_generator(s, position)
+    leave_generator(s, s.streaming.position)
     if s.request.users_cache:
         committed = int((s.cache.lengths - s.cache.prompt_lengths).min())
         with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
-            s.cache.write_back(max(min(committed, position - 1), 0))
+            s.cache.write_back(committed)
 
 
 def leave_generator(s: Session, position: int) -> None:
