@@ -50,6 +50,7 @@ class TreeGrower:
         self._drafter, self._config, self._texts, self._device = drafter, config, texts, device
         self._ends = torch.tensor(sorted(ends), device=device)
         self.depth = min(config.depth or drafter.draft_length, drafter.draft_length)
+        self._most = config.resolve_nodes(len(texts), device.type)  # nodes per row
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
         self._lookups = [RowLookup(text) for text in texts]
@@ -181,11 +182,6 @@ class TreeGrower:
         history = torch.tensor([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
         ending = self._ending(tokens, ended) if len(self._ends) else None
         return Candidates(history, tokens, steps, self._formula, copied, chances, deepest, ending)
-
-    @property
-    def _most(self) -> int:
-        """Nodes per row."""
-        return self._config.resolve_nodes(len(self._texts), self._device.type)
 
     def _on_host(self, growing: Candidates, weights: list[float] | None) -> DraftTree:
         """Return the trees on the CPU, sized by what their nodes are worth if no size is given."""
