@@ -173,7 +173,7 @@ def measure(
         ]
         for batch in settings.batches
     }
-    # Each length is compiled anew, so compiled methods warm up on all prompts.
+    # Each length is compiled by itself, so compiled methods warm up on all prompts.
     warming = [groups[one.batch] if one.method in COMPILED else groups[one.batch][:1] for one in measurements]
     calls = sum(map(len, warming)) + settings.repeats * sum(len(groups[one.batch]) for one in measurements)
     done = count(1)

@@ -68,7 +68,7 @@ class PaceRecord:
     Attributes:
         mode: one of `MODES`, the best that is known to pay or being tried.
         chances: [d] estimated chance that a draft is right up to each depth, where the copied text is not.
-        counts: [d] drafts behind each of them, those that the prior counts for included.
+        counts: [d] drafts that each of them was computed from, those that the prior counts for included.
         rounds: drafted in this mode.
         added: running mean of what verifying their nodes cost more than copies.
         left, wait: rounds until a better mode is tried now, and after the next one that does not pay.

@@ -1,4 +1,4 @@
-"""The one rule for what rounding may do to a result, behind every comparison of two ways to compute it."""
+"""The one rule for what rounding may do to a result, used by every comparison of two ways to compute it."""
 
 from __future__ import annotations
 

@@ -463,7 +463,7 @@ def test_later_calls_know_what_earlier_ones_took() -> None:
 
 
 def test_calls_measure_their_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And a drafter for another target begins anew."""
+    """And a drafter for another target starts from nothing."""
     monkeypatch.setattr(Pace, "timed_costs", TIMED_COSTS)
     target = tiny_target("qwen3")
     head = tiny_head(target)

@@ -70,10 +70,10 @@ def test_training_pass_is_the_pass_of_inference(shape: dict[str, Any], tmp_path:
     for row, block in (anchors >= 0).nonzero().tolist():
         anchor = int(anchors[row, block])
         begin = int((documents[row] == documents[row, anchor]).nonzero()[0])
-        behind = ids[row, begin + 1 : anchor + 2]
+        following = ids[row, begin + 1 : anchor + 2]
         state = head.begin(1, 8)
         known = features[row, None, begin : anchor + 1]
-        proposal = head.propose(state, known, behind[None], torch.tensor([len(behind)]))
+        proposal = head.propose(state, known, following[None], torch.tensor([len(following)]))
         torch.testing.assert_close(first[row, block], proposal.hidden[0], **CLOSE)
         columns = proposal.logits.argmax(-1)
         tokens = columns if proposal.vocabulary is None else proposal.vocabulary[columns]
