@@ -23,6 +23,7 @@ from hf_dart.bench import profiling
 from hf_dart.bench.pair import Pair
 from hf_dart.cache.states import states_of
 from hf_dart.hub.machine import hardware, versions
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.view.tables import markdown
 
 _WIDTH = 512
@@ -68,7 +69,7 @@ def measured(name: str, rounds: int, repeats: int) -> dict[str, Any]:
         Pair(model, LookupDrafter(), None, name, "any draft"), context=64, rounds=rounds, repeats=repeats, sizes=SIZES
     )
     outputs = model(torch.arange(2, 6)[None], use_cache=True)
-    states = states_of(outputs.past_key_values).values()
+    states = states_of(outputs[CACHE]).values()
     return {
         "weights": sum(weight.numel() for weight in model.parameters()),
         "state_bytes": sum(state.numel() * state.element_size() for state in states),

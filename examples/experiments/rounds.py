@@ -29,6 +29,7 @@ from hf_dart.bench.exact import run, timed
 from hf_dart.bench.speed import in_turn
 from hf_dart.cli.common import check_file, json_option, positive, say, set_threads, show, sizes, write_json
 from hf_dart.hub.machine import hardware, versions
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.view.tables import STOCK, markdown
 
 STATIC, CALLED, COMPILED = "stock, static cache", "called rounds", "compiled rounds"
@@ -100,7 +101,7 @@ class Bench:
         words, found = self._words, [Method(STOCK, None, {})]
         if self._device.type == "cuda":  # where transformers compiles a forward over a cache, bound to its addresses
             static = StaticCache(config=self._target.config, max_cache_len=words.prompt_tokens + words.new_tokens)
-            found.append(Method(STATIC, None, {"past_key_values": static}))
+            found.append(Method(STATIC, None, {CACHE: static}))
         engine = hf_dart.compile(self._target, self._head, progress=say, backend=words.backend, mode=words.mode)
         for nodes in words.nodes:
             options = {"assistant": self._head, "tree_config": hf_dart.TreeConfig(nodes=nodes, lookup=0)}
@@ -128,8 +129,8 @@ class Bench:
         return self._tell()
 
     def _call(self, one: Method, tokens: int) -> Any:
-        if "past_key_values" in one.options:
-            one.options["past_key_values"].reset()
+        if CACHE in one.options:
+            one.options[CACHE].reset()
         self._head.engine = one.engine
         sampled = {"do_sample": True, "top_k": 0} if self._words.sample else {"do_sample": False}
         return run(self._target, self._inputs, {**sampled, **one.options, "max_new_tokens": tokens})

@@ -74,7 +74,7 @@ class SlotCache:
         most: slots that will be needed at most, if that is known.
 
     Attributes:
-        cache: goes into a forward of transformers as `past_key_values`.
+        cache: goes into a forward of transformers.
         lengths: [B] committed entries per row.
         counted: [B] the same on the host, so that the device need not be asked.
         fixed: shapes do not follow the text, for rounds that are compiled: every slot is shown.

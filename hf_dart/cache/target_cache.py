@@ -40,7 +40,7 @@ class TargetCache:
         windows: how many positions each attention layer's queries attend to, as far as that need not be all.
 
     Attributes:
-        cache: goes into the target's forward as `past_key_values`.
+        cache: goes into the target's forward.
         stock: transformers' cache, which all of it goes back to (`write_back`).
         entries: keys and values.
         states: running states, if the target keeps any.
@@ -72,7 +72,7 @@ class TargetCache:
         if not keep:  # static layers may be reused by their owner
             for layer in attention_layers(prefilled) if attends else ():
                 if isinstance(layer, DynamicLayer):
-                    layer.keys = layer.values = torch.empty(0, dtype=layer.dtype, device=layer.device)
+                    layer.keys = layer.values = layer.keys.new_empty(0)
 
     def _take_over(self, pads: list[int], windows: Sequence[int | None] | None) -> list[Any]:
         """Copy the prompt's entries, and return the layers that show them."""

@@ -117,10 +117,11 @@ class PrefillRecorder:
         return getattr(self._target, name)
 
     def __call__(self, **inputs: Any) -> Any:
-        merged = self._reads_embeddings and inputs.get("input_ids") is not None
-        merged = merged and bool(extra_inputs(self._target, inputs))
+        text_only = not extra_inputs(self._target, inputs)
+        merged = self._reads_embeddings and inputs.get("input_ids") is not None and not text_only
         if not inputs.get("output_hidden_states"):
-            inputs.update(features_request(sorted({*self._feature_layers, 0}) if merged else self._feature_layers))
+            # Towers of images would take indices of layers for theirs.
+            inputs.update(features_request(self._feature_layers) if text_only else {"output_hidden_states": True})
         with users_default():
             outputs = self._target(**inputs)
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]

@@ -16,6 +16,7 @@ from hf_dart.decoding.session import Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.turns import leave
 from hf_dart.drafters.proposal import Verified
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.tree import DraftTree
 
 
@@ -44,7 +45,7 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
         scores=cast(Any, s.walk.scores),
         logits=cast(Any, s.walk.logits),
         hidden_states=None if s.hidden_states is None else cast(Any, tuple(s.hidden_states.steps)),
-        past_key_values=s.cache.stock,
+        **{CACHE: s.cache.stock},
         draft_stats=s.stats,
     )
 

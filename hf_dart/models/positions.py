@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from hf_dart.models.stock_steps import cache_name
+
 
 @dataclass(frozen=True)
 class _MovingRotary:
@@ -118,10 +120,10 @@ def forgets_text(target: PreTrainedModel) -> bool:
     switch = getattr(target.config, "original_max_position_embeddings", None)
     if switch is None:
         return False
-    cache, ids = DynamicCache(), torch.zeros(1, switch + 1, dtype=torch.long)
+    name, cache, ids = cache_name(target), DynamicCache(), torch.zeros(1, switch + 1, dtype=torch.long)
     cache.update(torch.zeros(1, 1, switch, 1), torch.zeros(1, 1, switch, 1), 0)
-    inputs = target.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1, use_cache=True)
-    return inputs.get("past_key_values") is not cache and inputs["input_ids"].shape[1] <= switch
+    inputs = target.prepare_inputs_for_generation(ids, **{name: cache}, next_sequence_length=1, use_cache=True)
+    return inputs.get(name) is not cache and inputs["input_ids"].shape[1] <= switch
 
 
 def _refuse_forgetting(target: PreTrainedModel, held: int, most: int) -> None:

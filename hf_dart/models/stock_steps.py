@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_dart.models.devices import users_default
@@ -18,6 +18,7 @@ from hf_dart.models.devices import users_default
 # with too, or need not be, such as `cache_position` for a model's own code; and those that it drops after the prompt.
 _STEP = {
     "attention_mask",
+    "cache",
     "cache_params",
     "cache_position",
     "input_ids",
@@ -34,9 +35,15 @@ _STEP = {
 _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 
 
-def cache_name(target: PreTrainedModel) -> str:
-    """Return the name of the target's argument for a cache: models without attention have a name of their own."""
-    return "cache_params" if "cache_params" in inspect.signature(type(target).forward).parameters else "past_key_values"
+# transformers >= 5.24 has one name for every model's cache, in `generate` and in a forward.
+_STOCK_STEP = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE = "cache" if "cache" in _STOCK_STEP else "past_key_values"
+
+
+def cache_name(model: nn.Module) -> str:
+    """Return the name of a model's argument for a cache; before transformers 5.24, Mamba had one of its own."""
+    own = "cache_params" in inspect.signature(type(model).forward).parameters
+    return "cache_params" if own and CACHE == "past_key_values" else CACHE
 
 
 def cache_after(target: PreTrainedModel, outputs: Any, given: Cache) -> Any:

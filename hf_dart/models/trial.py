@@ -297,9 +297,8 @@ class _Trial:
             held = filled.keys.shape[2]  # a window may hold fewer
             which = (entries % held).to(filled.device)
             rows = torch.arange(len(pads), device=filled.device)[:, None]
-            louder = loudness.to(filled.device, filled.dtype)[:, None]
             keys, values = (held_by(filled)[part].transpose(1, 2)[rows, which].transpose(1, 2) for part in range(2))
-            layer.update(keys, values * louder)
+            layer.update(keys, values * loudness.to(values)[:, None])
         return self._loud(cache)
 
     def _loud(self, cache: Any) -> Any:

@@ -14,6 +14,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from hf_dart.cache.stock_layers import undone_on_failure
+from hf_dart.models.stock_steps import CACHE
 
 
 class Broken(Exception):
@@ -33,7 +34,7 @@ def test_updates_are_undone(family: str, make: Callable[[Any], Any], held: int) 
     cache = make(target.config)
 
     def feed(start: int, stop: int) -> Tensor:
-        return target(input_ids=tokens[:, start:stop], past_key_values=cache, use_cache=True).logits
+        return target(input_ids=tokens[:, start:stop], **{CACHE: cache}, use_cache=True).logits
 
     def break_off() -> None:
         with undone_on_failure(cache):

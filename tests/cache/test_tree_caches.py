@@ -23,6 +23,7 @@ from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import feed, finish
 from hf_dart.decoding.api import attach
 from hf_dart.models.masks import mask_kinds
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
@@ -161,7 +162,7 @@ def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache,
     added = prompts([4] * len(sequences), seed=9)["input_ids"]
     ids = torch.cat([sequences, added], dim=1)
     seen = torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)
-    return run(target, {"input_ids": ids, "attention_mask": seen}, 1, past_key_values=cache, **options).sequences
+    return run(target, {"input_ids": ids, "attention_mask": seen}, 1, **{CACHE: cache}, **options).sequences
 
 
 @pytest.mark.parametrize(
@@ -182,13 +183,13 @@ def test_the_returned_cache_is_stocks(
     misses = [0.3, 0.9, 0.0, 0.5][: len(lengths)]
     drafter = replay(target, inputs, misses=misses, **options) if eos is None else tiny_head(target)
     stock, ours = assert_identical(target, drafter, inputs, **options)
-    assert_same_cache(ours.output.past_key_values, stock.output.past_key_values, pads, stock.output.sequences)
+    assert_same_cache(ours.output[CACHE], stock.output[CACHE], pads, stock.output.sequences)
     turns = [
         next_turn(
             target,
             done.sequences,
             inputs["attention_mask"],
-            done.output.past_key_values,
+            done.output[CACHE],
             **{**GREEDY, "max_new_tokens": 8},
         )
         for done in (stock, ours)
@@ -206,7 +207,7 @@ def test_a_cache_passed_in_is_updated_in_place(family: str, lengths: list[int]) 
     caches, turns = [], []
     for drafting in ({}, {"assistant": head}):
         cache = DynamicCache(config=target.config)
-        text = run(target, inputs, 0, past_key_values=cache, **SAMPLED, **drafting).sequences
+        text = run(target, inputs, 0, **{CACHE: cache}, **SAMPLED, **drafting).sequences
         caches.append((cache, text))
         # Three turns over one cache, each from what the last one left.
         text = next_turn(target, text, inputs["attention_mask"], cache, **GREEDY, **drafting)
@@ -226,7 +227,7 @@ def test_the_next_turn_may_be_drafted_or_not() -> None:
     for first in ({}, {"assistant": head}):
         for second in ({}, {"assistant": head}):
             cache = DynamicCache(config=target.config)
-            text = run(target, inputs, 0, past_key_values=cache, **SAMPLED, **first).sequences
+            text = run(target, inputs, 0, **{CACHE: cache}, **SAMPLED, **first).sequences
             texts.append(next_turn(target, text, inputs["attention_mask"], cache, **SAMPLED, **second))
     assert all(torch.equal(text, texts[0]) for text in texts)
 
@@ -302,7 +303,7 @@ def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monke
     caches, texts = [], []
     for drafting in ({}, {"assistant": drafter}):
         caches.append(DynamicCache(config=target.config))
-        texts.append(run(target, inputs, 0, past_key_values=caches[-1], **options, **drafting).sequences)
+        texts.append(run(target, inputs, 0, **{CACHE: caches[-1]}, **options, **drafting).sequences)
     assert torch.equal(*texts)
     assert_same_cache(caches[1], caches[0], [max(lengths) - length for length in lengths], texts[0])
     assert drafter.last_stats.accepted > 50
@@ -311,12 +312,12 @@ def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monke
         return  # streamers take one row
     cache = DynamicCache(config=target.config)
     with pytest.raises(Broken):
-        target.generate(**inputs, **options, assistant=drafter, streamer=Breaking(150), past_key_values=cache)
+        target.generate(**inputs, **options, assistant=drafter, streamer=Breaking(150), **{CACHE: cache})
     check_windows(made[-1])
     held = cache.get_seq_length()
     assert 100 < held <= 7 + 150
     stock = DynamicCache(config=target.config)
-    text = target.generate(**inputs, **{**options, "max_new_tokens": held + 1 - 7}, past_key_values=stock)
+    text = target.generate(**inputs, **{**options, "max_new_tokens": held + 1 - 7}, **{CACHE: stock})
     assert_same_cache(cache, stock, [0], text)
 
 

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartCandidateGenerator, TreeConfig
 from hf_dart.drafters.proposal import Proposal
+from hf_dart.models.stock_steps import CACHE
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 MODES: dict[str, dict[str, Any]] = {
@@ -66,7 +67,7 @@ def test_greedy_is_stocks(family: str, attention: str, pads: int) -> None:
             )
             assert torch.equal(ours.sequences, stock.sequences)
             torch.testing.assert_close(torch.stack(ours.scores), torch.stack(stock.scores))
-            assert ours.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length()
+            assert ours[CACHE].get_seq_length() == stock[CACHE].get_seq_length()
             # The first token is the prefill's.
             stats = drafter.last_stats
             assert stats.tokens == stock.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
@@ -354,7 +355,7 @@ def test_a_cached_prefix_is_refused() -> None:
     with pytest.raises(ValueError, match="after a cached prefix"):
         model.generate(
             torch.nn.functional.pad(first.sequences, (0, 2), value=5),
-            past_key_values=first.past_key_values,
+            **{CACHE: first[CACHE]},
             max_new_tokens=4,
             custom_generate=stock_loop(tiny_head(model)),
         )

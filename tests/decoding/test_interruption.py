@@ -37,6 +37,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Sto
 from hf_dart import DartHead, TreeConfig
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import feed, request, session
+from hf_dart.models.stock_steps import CACHE
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +169,7 @@ def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengt
         options = failing(what, slots, tokens)
         cache = DynamicCache(config=target.config)
         with pytest.raises(Broken):
-            run(target, inputs, 0, past_key_values=cache, **options, **SAMPLED, **drafting)
+            run(target, inputs, 0, **{CACHE: cache}, **options, **SAMPLED, **drafting)
         states.append(torch.get_rng_state())
         heard.append(options["streamer"].heard)
         if drafting:
@@ -192,7 +193,7 @@ def test_a_row_has_ended_before(pair: tuple[Any, DartHead]) -> None:
     text = run(target, inputs, 0, **options).sequences
     cache = DynamicCache(config=target.config)
     with pytest.raises(Broken):
-        run(target, inputs, 0, past_key_values=cache, streamer=FailingListener(9), assistant=head, **options)
+        run(target, inputs, 0, **{CACHE: cache}, streamer=FailingListener(9), assistant=head, **options)
     assert assert_holds_a_prefix(target, cache, inputs, text) == slots + 4
 
 
@@ -207,7 +208,7 @@ def test_a_streamer_fails_amid_captured_rounds(lengths: list[int]) -> None:
     for tokens in range(1, 5):
         cache, listener = DynamicCache(config=target.config), FailingListener(tokens)
         with pytest.raises(Broken):
-            run(target, inputs, 0, past_key_values=cache, streamer=listener, assistant=head, **options)
+            run(target, inputs, 0, **{CACHE: cache}, streamer=listener, assistant=head, **options)
         assert_goes_on(target, cache, inputs, text, tokens + 1, **options, assistant=head)
     assert all(made.tiers)
 
@@ -251,7 +252,7 @@ def test_out_of_memory_in_the_target(pair: tuple[Any, DartHead], kind: str, leng
     before = snapshot(target)
     cache, listener = KINDS[kind](target), Listener()
     with out_of_memory(decoder_layer(target), "forward", call), pytest.raises(torch.OutOfMemoryError):
-        run(target, inputs, 0, past_key_values=cache, streamer=listener, assistant=head, **SAMPLED)
+        run(target, inputs, 0, **{CACHE: cache}, streamer=listener, assistant=head, **SAMPLED)
     assert torch.equal(torch.get_rng_state(), states[listener.tokens])
     assert (listener.tokens == 0) == (call == 2)
     if call > 2:
@@ -265,16 +266,16 @@ def test_out_of_memory_in_the_target(pair: tuple[Any, DartHead], kind: str, leng
 def test_out_of_memory_in_a_later_chunk_of_the_prefill(pair: tuple[Any, DartHead], kind: str) -> None:
     target, head = pair
     cache, inputs = KINDS[kind](target), prompts([9, 5])
-    first = run(target, inputs, 0, past_key_values=cache, assistant=head, **GREEDY).sequences
+    first = run(target, inputs, 0, **{CACHE: cache}, assistant=head, **GREEDY).sequences
     ids = torch.cat([first, prompts([14, 14], seed=3)["input_ids"]], dim=1)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 9, dtype=torch.long)], dim=1)
     more = {"input_ids": ids, "attention_mask": mask}
     stocks = copy.deepcopy(cache)
-    text = run(target, more, 0, **GREEDY, past_key_values=stocks, prefill_chunk_size=4).sequences
+    text = run(target, more, 0, **GREEDY, **{CACHE: stocks}, prefill_chunk_size=4).sequences
     if int(stocks.get_seq_length()) != text.shape[1] - 1:
         pytest.skip("this release of transformers reads a cached prefix again in chunks, which is refused")
     held = copy.deepcopy(held_entries(cache))
-    options = {**GREEDY, "past_key_values": cache, "assistant": head, "prefill_chunk_size": 4}
+    options = {**GREEDY, CACHE: cache, "assistant": head, "prefill_chunk_size": 4}
     with out_of_memory(decoder_layer(target), "forward", 4), pytest.raises(torch.OutOfMemoryError):
         run(target, more, 0, **options)
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {first.shape[1] - 1}
@@ -300,7 +301,7 @@ def test_out_of_memory_where_the_cache_is_handed_back(pair: tuple[Any, DartHead]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(TargetCache, "_append", fails_from)
         with pytest.raises(torch.OutOfMemoryError):
-            run(target, inputs, 0, past_key_values=cache, assistant=head, **SAMPLED)
+            run(target, inputs, 0, **{CACHE: cache}, assistant=head, **SAMPLED)
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {inputs["input_ids"].shape[1]}
     assert_goes_on(target, cache, inputs, text, TOKENS, **SAMPLED)
     torch.manual_seed(0)
@@ -327,6 +328,6 @@ def test_a_failing_drafter(pair: tuple[Any, DartHead]) -> None:
     for name, call in (("propose", 1), ("propose", 4), ("extend", 1), ("begin", 1)):
         cache, listener = DynamicCache(config=target.config), Listener()
         with out_of_memory(DartHead, name, call), pytest.raises(torch.OutOfMemoryError):
-            run(target, inputs, 0, past_key_values=cache, streamer=listener, assistant=head, **SAMPLED)
+            run(target, inputs, 0, **{CACHE: cache}, streamer=listener, assistant=head, **SAMPLED)
         assert_goes_on(target, cache, inputs, text, listener.tokens, **SAMPLED, assistant=head)
         assert_identical(target, head, inputs, **SAMPLED)

@@ -19,6 +19,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 from hf_dart import TreeConfig
 from hf_dart.decoding.pace import PAUSE, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.copies import Copy
 
 DEPTH = 4
@@ -245,7 +246,7 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
     if keeps:  # what was not drafted after is taken in by the next turn
         ids = text.sequences
         again = target.generate(
-            ids, past_key_values=text.past_key_values, assistant=head, max_new_tokens=9, do_sample=False
+            ids, **{CACHE: text[CACHE]}, assistant=head, max_new_tokens=9, do_sample=False
         )
         assert again.tolist() == target.generate(ids, max_new_tokens=9, do_sample=False).tolist()
 

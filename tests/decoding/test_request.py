@@ -19,6 +19,7 @@ from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGe
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding import request as options
 from hf_dart.decoding.api import attach
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
@@ -150,7 +151,7 @@ def test_caches_of_other_kinds(target: Any, head: DartHead, drafting: dict[str, 
         (DynamicCache(config=target.config, offloading=True), "cache|Cache"),
         (Quantized(config=target.config), "Quantized"),
     ):
-        arguments = {**INPUTS, **GREEDY, "past_key_values": cache, **drafting}
+        arguments = {**INPUTS, **GREEDY, CACHE: cache, **drafting}
         refused(lambda arguments=arguments: target.generate(**arguments), ValueError, words)
         assert_identical(target, head, INPUTS, **GREEDY)
 
@@ -161,7 +162,7 @@ def test_static_caches_shorter_than_the_window(room: int) -> None:
     target = tiny_target("mistral")
     head = tiny_head(target)
     calls = [
-        {**prompts([6]), **GREEDY, "past_key_values": StaticCache(config=target.config, max_cache_len=room)}
+        {**prompts([6]), **GREEDY, CACHE: StaticCache(config=target.config, max_cache_len=room)}
         for _ in range(2)
     ]
     if room < WINDOW:
@@ -318,6 +319,7 @@ def test_architectures_that_cannot_verify_trees(family: str) -> None:
     assert torch.equal(run(target, INPUTS, 0, **GREEDY).sequences, plain)
 
 
+@pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache`:FutureWarning")  # by PEFT
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
@@ -352,7 +354,7 @@ def test_caches_that_are_not_of_the_prompt(
     """As kvpress compresses: hooks drop entries after the prompt. Others might add some."""
 
     def change(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = kwargs[CACHE].layers[module.layer_idx]
         if kwargs["hidden_states"].shape[1] == 7:  # the prompt
             layer.keys, layer.values = layer.keys[:, :, entries], layer.values[:, :, entries]
 

@@ -15,6 +15,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from hf_dart import TreeConfig
 from hf_dart.decoding.api import close_call, opened
 from hf_dart.decoding.seats import Seats
+from hf_dart.models.stock_steps import CACHE
 
 ENDS = {"eos_token_id": [3, 11], "pad_token_id": 0}
 Request = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -125,13 +126,13 @@ def test_generators_and_caches_that_are_handed_back(family: str) -> None:
     seats.take(beside)
     seats.round()
     cache, generator = DynamicCache(config=target.config), torch.Generator().manual_seed(5)
-    session = opened(target, assistant=head, generator=generator, past_key_values=cache, **request[0], **request[1])
+    session = opened(target, assistant=head, generator=generator, **{CACHE: cache}, **request[0], **request[1])
     seats.take(session)
     while session in [seat.session for seat in seats.taken if seat is not None]:
         seats.round()
     text = close_call(session)
     kept = DynamicCache(config=target.config)
-    assert torch.equal(text, stocks(target, request, 5, past_key_values=kept))
+    assert torch.equal(text, stocks(target, request, 5, **{CACHE: kept}))
     assert torch.equal(generator.get_state(), torch.get_rng_state())
     assert_same_cache(cache, kept, [0], text, {"rtol": 1e-5, "atol": 1e-5})
 

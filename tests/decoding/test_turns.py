@@ -32,6 +32,7 @@ from hf_dart import DartHead
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.proposal import Verified
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification
 
 
@@ -82,20 +83,20 @@ def test_caches_that_do_not_fit_the_call(pair: tuple[Any, DartHead]) -> None:
     options = {**MODES["greedy"], "assistant": head}
     short = StaticCache(config=target.config, max_cache_len=9 + 17 - 2)
     with pytest.raises(ValueError, match=r"room for 24 tokens and this call may need 25; .*\.$"):
-        target.generate(**inputs, **options, past_key_values=short)
+        target.generate(**inputs, **options, **{CACHE: short})
     assert int(short.get_seq_length()) == 0
     enough = StaticCache(config=target.config, max_cache_len=9 + 17 - 1)
-    first = target.generate(**inputs, **options, past_key_values=enough)
+    first = target.generate(**inputs, **options, **{CACHE: enough})
     assert torch.equal(first, target.generate(**inputs, **MODES["greedy"]))
     whole = DynamicCache(config=target.config)
-    run(target, inputs, 0, **options, past_key_values=whole)
+    run(target, inputs, 0, **options, **{CACHE: whole})
     with pytest.raises(ValueError, match=r"crop the cache by 17 or add new tokens"):
-        target.generate(**inputs, **options, past_key_values=whole)
+        target.generate(**inputs, **options, **{CACHE: whole})
     tail = {"input_ids": first[:, -2:], "attention_mask": torch.ones_like(first)}
     shorter = DynamicCache(config=target.config)
-    run(target, prompts([7]), 0, **options, past_key_values=shorter)
+    run(target, prompts([7]), 0, **options, **{CACHE: shorter})
     with pytest.raises(ValueError, match=r"begin at token 24; pass the whole text"):
-        target.generate(**tail, **options, past_key_values=shorter)
+        target.generate(**tail, **options, **{CACHE: shorter})
 
 
 # ---- the draft goes on ------------------------------------------------------------------------------------
@@ -125,12 +126,12 @@ def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest
     for first in (head, None):
         cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
         options = MODES["greedy"] if first is None else {**MODES["greedy"], "assistant": first}
-        inputs = behind(inputs, run(target, inputs, 0, past_key_values=cache, **options).sequences)
+        inputs = behind(inputs, run(target, inputs, 0, **{CACHE: cache}, **options).sequences)
         with monkeypatch.context() as patched:
             patched.setattr(type(target), "forward", counted)
             check_verification(target, rows=len(RAGGED), padded=True)
             read.clear()
-            run(target, inputs, 0, past_key_values=cache, assistant=head, **MODES["greedy"])
+            run(target, inputs, 0, **{CACHE: cache}, assistant=head, **MODES["greedy"])
         assert read[0] == 5  # the last token of the first turn and four new ones
         assert len(read) == 1 + head.last_stats.rounds
 
@@ -143,7 +144,7 @@ def test_a_draft_that_began_amid_the_text_goes_on(pair: tuple[Any, DartHead], ta
         cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
         for seed, drafter in enumerate(drafters):
             drafting = {} if drafter is None else {"assistant": drafter}
-            text = run(target, inputs, seed, past_key_values=cache, **MODES["sampled"], **drafting).sequences
+            text = run(target, inputs, seed, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences
             inputs = behind(inputs, text)
         texts.append(text)
     assert torch.equal(*texts)
@@ -157,10 +158,10 @@ def test_only_the_new_tokens_are_passed(pair: tuple[Any, DartHead], lengths: lis
     texts = []
     for drafting in ({}, {"assistant": head}):
         cache, inputs = DynamicCache(config=target.config), prompts(lengths)
-        whole = behind(inputs, run(target, inputs, 0, past_key_values=cache, **MODES["sampled"], **drafting).sequences)
+        whole = behind(inputs, run(target, inputs, 0, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences)
         for seed in (1, 2):
             tail = {**whole, "input_ids": whole["input_ids"][:, cache.get_seq_length() :]}
-            new = run(target, tail, seed, past_key_values=cache, **MODES["sampled"], **drafting).sequences
+            new = run(target, tail, seed, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences
             text = torch.cat([whole["input_ids"], new[:, tail["input_ids"].shape[1] :]], dim=1)
             whole = behind(whole, text)
         texts.append(text)
@@ -188,12 +189,12 @@ def test_every_position_is_handed_over_once(family: str) -> None:
     texts = []
     for drafting in ({}, {"assistant": drafter}):
         cache = DynamicCache(config=target.config)
-        texts.append(run(target, inputs, 0, past_key_values=cache, **options, **words, **drafting).sequences)
+        texts.append(run(target, inputs, 0, **{CACHE: cache}, **options, **words, **drafting).sequences)
     assert torch.equal(*texts)
     assert drafter.last_stats is not None
     slow, ahead = (1 + sum(counts) for counts in zip(*drafter.last_stats.committed, strict=True))
     assert slow == texts[0].shape[1] - 7 < ahead
-    run(target, behind(inputs, texts[0]), 0, past_key_values=cache, assistant=drafter, **MODES["greedy"])
+    run(target, behind(inputs, texts[0]), 0, **{CACHE: cache}, assistant=drafter, **MODES["greedy"])
     assert drafter.taken == [7 + slow - 1, 7 + ahead - 1]
 
 
@@ -207,14 +208,14 @@ def cropped_and_continued(target: Any, cache: Any, ids: Tensor) -> Any:
     cache.crop(-6)
     other = (ids[:, -7:-1] + 1) % VOCABULARY
     with torch.no_grad():
-        target(input_ids=other, past_key_values=cache, use_cache=True)
+        target(input_ids=other, **{CACHE: cache}, use_cache=True)
     ids[:, -7:-1] = other
     return cache
 
 
 def continued_plainly(target: Any, cache: Any, ids: Tensor) -> Any:
     with torch.no_grad():
-        target(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+        target(input_ids=ids[:, -1:], **{CACHE: cache}, use_cache=True)
     return cache
 
 
@@ -249,12 +250,12 @@ def test_a_draft_that_does_not_fit_is_not_used(change: str, tail: bool, taken_up
     texts = []
     for drafting in ({}, {"assistant": head}):
         cache = DynamicCache(config=target.config)
-        ids = run(target, prompts([9, 9]), 0, past_key_values=cache, **MODES["greedy"], **drafting).sequences.clone()
+        ids = run(target, prompts([9, 9]), 0, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences.clone()
         cache = CHANGES[change](target, cache, ids)
         ids = torch.cat([ids, prompts([4, 4], seed=9)["input_ids"][: len(ids)]], dim=1)
         passed = ids[:, cache.get_seq_length() :] if tail else ids
         inputs = {"input_ids": passed, "attention_mask": torch.ones_like(ids)}
-        texts.append(run(target, inputs, 1, past_key_values=cache, **MODES["sampled"], **drafting).sequences)
+        texts.append(run(target, inputs, 1, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences)
     assert torch.equal(*texts)
     assert taken_up == [False, False]
 
@@ -266,9 +267,9 @@ def test_a_draft_under_another_mask_is_not_used(taken_up: list[bool]) -> None:
     texts = []
     for drafting in ({}, {"assistant": head}):
         cache, inputs = DynamicCache(config=target.config), prompts(lengths)
-        text = run(target, inputs, 0, past_key_values=cache, **MODES["greedy"], **drafting).sequences
+        text = run(target, inputs, 0, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences
         inputs = behind({"attention_mask": torch.ones(2, 9, dtype=torch.long)}, text)
-        texts.append(run(target, inputs, 1, past_key_values=cache, **MODES["greedy"], **drafting).sequences)
+        texts.append(run(target, inputs, 1, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences)
     assert torch.equal(*texts)
     assert taken_up == [False, False]
 
@@ -283,7 +284,7 @@ def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -
 
     def cropped(**drafting: Any) -> tuple[Any, dict[str, Tensor]]:
         cache = DynamicCache(config=target.config)
-        text = run(target, inputs, 0, past_key_values=cache, **MODES["greedy"], **drafting).sequences
+        text = run(target, inputs, 0, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences
         cache.crop(-10)
         text = text[:, : cache.get_seq_length() + 1].clone()
         if not same:
@@ -291,9 +292,9 @@ def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -
         return cache, behind(inputs, text)
 
     cache, again = cropped()
-    stock = run(target, again, 1, past_key_values=cache, **MODES["sampled"])
+    stock = run(target, again, 1, **{CACHE: cache}, **MODES["sampled"])
     cache, again = cropped(assistant=head)
-    ours = run(target, again, 1, past_key_values=cache, assistant=head, **MODES["sampled"])
+    ours = run(target, again, 1, **{CACHE: cache}, assistant=head, **MODES["sampled"])
     assert torch.equal(ours.sequences, stock.sequences)
     assert taken_up == [False, same]
     cache, again = cropped(assistant=head)
@@ -310,7 +311,7 @@ def test_another_head_starts_anew(pair: tuple[Any, DartHead], taken_up: list[boo
         cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
         for seed, drafter in enumerate(drafters):
             drafting = {} if drafter is None else {"assistant": drafter}
-            text = run(target, inputs, seed, past_key_values=cache, **MODES["sampled"], **drafting).sequences
+            text = run(target, inputs, seed, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences
             inputs = behind(inputs, text)
         texts.append(text)
     assert all(torch.equal(text, texts[0]) for text in texts)
@@ -323,11 +324,11 @@ def test_a_state_that_cannot_be_written_any_more(change: str, taken_up: list[boo
     head = tiny_head(target)
     cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
     with torch.inference_mode(change == "inference mode"):
-        text = run(target, inputs, 0, past_key_values=cache, assistant=head, **MODES["greedy"]).sequences.clone()
+        text = run(target, inputs, 0, **{CACHE: cache}, assistant=head, **MODES["greedy"]).sequences.clone()
     if change == "dtype":
         head.float()
     inputs = behind(inputs, text.clone())
-    ours = run(target, inputs, 1, past_key_values=cache, assistant=head, **MODES["greedy"]).sequences
+    ours = run(target, inputs, 1, **{CACHE: cache}, assistant=head, **MODES["greedy"]).sequences
     assert torch.equal(ours, run(target, inputs, 1, **MODES["greedy"]).sequences)
     assert taken_up == [False, False]
 
@@ -343,7 +344,7 @@ def test_the_state_goes_with_the_cache(pair: tuple[Any, DartHead]) -> None:
     gc.collect()
     before = states_alive(), set(vars(head)), set(vars(target))
     cache = DynamicCache(config=target.config)
-    run(target, prompts(RAGGED), 0, past_key_values=cache, assistant=head, **MODES["greedy"])
+    run(target, prompts(RAGGED), 0, **{CACHE: cache}, assistant=head, **MODES["greedy"])
     output = run(target, prompts([7]), 0, return_dict_in_generate=True, assistant=head, **MODES["greedy"]).output
     run(target, prompts([7]), 0, assistant=head, **MODES["greedy"])
     assert (states_alive() - 2, set(vars(head)), set(vars(target))) == before

@@ -19,6 +19,7 @@ from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead
 from hf_dart.hub.publish import write_folder
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.training.lora import LoraArguments, apply_lora
 
 EXACT = tally("float64, heads with adapters")
@@ -213,8 +214,8 @@ def test_an_adapter_is_switched_in_mid_conversation(target: Any, base: str, tmp_
     inputs: Any = prompts([9])
     for turn, name in enumerate(("default", "two", "default")):
         head.set_adapter(name)
-        stock = run(target, inputs, turn, past_key_values=caches[0], **SAMPLED)
-        ours = run(target, inputs, turn, past_key_values=caches[1], assistant=head, **SAMPLED)
+        stock = run(target, inputs, turn, **{CACHE: caches[0]}, **SAMPLED)
+        ours = run(target, inputs, turn, **{CACHE: caches[1]}, assistant=head, **SAMPLED)
         assert torch.equal(ours.sequences, stock.sequences)
         more = torch.cat([stock.sequences, prompts([3], seed=turn)["input_ids"]], dim=1)
         inputs = {"input_ids": more, "attention_mask": torch.ones_like(more)}

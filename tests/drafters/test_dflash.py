@@ -19,6 +19,7 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 from hf_dart.drafters.dflash.drafter import DFlashDrafter
 from hf_dart.models.features import features_request, gather_features
+from hf_dart.models.stock_steps import CACHE
 
 TALLY = tally("DFlash drafters in float64")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -116,7 +117,7 @@ def test_an_assistant_gives_the_logits_of_transformers_own(target: Any, tmp_path
         noise_embeds=target.get_input_embeddings()(block),
         context_hidden_states=features,
         position_ids=torch.arange(15)[None],
-        past_key_values=_cache(reference, 9),
+        **{CACHE: _cache(reference, 9)},
     )
     theirs = target.get_output_embeddings()(outputs.last_hidden_state[:, 1:])
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)

@@ -21,6 +21,7 @@ from hf_dart import DartHead, DiffusionDrafter, TreeConfig, load_drafter
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK
+from hf_dart.models.stock_steps import CACHE
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
@@ -177,7 +178,7 @@ def test_steps_and_order_may_change_between_turns(target: Any) -> None:
             torch.manual_seed(steps)
             stock = target.generate(**text, **mode)
             torch.manual_seed(steps)
-            ours = target.generate(**text, **mode, assistant=drafter, past_key_values=past)
+            ours = target.generate(**text, **mode, assistant=drafter, **{CACHE: past})
             assert torch.equal(ours, stock)
             ids = torch.cat([stock, torch.full((2, 2), 5)], dim=1)
             mask = torch.ones_like(ids)

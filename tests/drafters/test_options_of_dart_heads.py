@@ -25,6 +25,7 @@ from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.vocabulary import check_unused, unused_token
 from hf_dart.hub.loading import load_target
 from hf_dart.interop.vllm import write_vllm
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.training.data.frequent import frequent_tokens
 from hf_dart.trees.vocabulary import spread
 
@@ -101,9 +102,9 @@ def test_a_second_turn_goes_on_with_the_draft_cache(target: Any, option: str) ->
     head = attach_and(target, head_with(target, option))
     inputs, options = prompts([9]), {"do_sample": False, "return_dict_in_generate": True}
     cache = DynamicCache(config=target.config)
-    first = run(target, inputs, 0, assistant=head, past_key_values=cache, max_new_tokens=10, **options).sequences
+    first = run(target, inputs, 0, assistant=head, **{CACHE: cache}, max_new_tokens=10, **options).sequences
     more = {"input_ids": first, "attention_mask": torch.ones_like(first)}
-    second = run(target, more, 0, assistant=head, past_key_values=cache, max_new_tokens=12, **options).sequences
+    second = run(target, more, 0, assistant=head, **{CACHE: cache}, max_new_tokens=12, **options).sequences
     continued = head.last_stats.to_dict()
     fresh = run(target, more, 0, assistant=head, max_new_tokens=12, **options).sequences
     assert torch.equal(second, fresh)

@@ -19,6 +19,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.proposal import Proposal
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.chain import ChainScores, best_chain
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -282,10 +283,10 @@ def test_exact_over_turns(target: Any) -> None:
         ids = prompts([6])["input_ids"]
         cache = None
         for turn in range(2):
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache}
             output = run(model, inputs, turn, **drafting, **options).output
             ids = torch.cat([output.sequences, torch.tensor([[5, 9]])], dim=1)
-            cache = output.past_key_values
+            cache = output[CACHE]
         answers.append(ids)
     assert torch.equal(*answers)
 

@@ -28,6 +28,7 @@ from hf_dart.decoding import request
 from hf_dart.engine import engine as module
 from hf_dart.engine.graphs import Launch
 from hf_dart.models.devices import matmul_precision
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -109,7 +110,7 @@ def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monk
     @functools.wraps(forward)
     def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
         outputs = forward(self, *args, **kwargs)
-        outputs.logits = outputs.logits * (1 + 0.01 * kwargs["past_key_values"].get_seq_length())
+        outputs.logits = outputs.logits * (1 + 0.01 * kwargs[CACHE].get_seq_length())
         return outputs
 
     engine(target, head)

@@ -17,6 +17,7 @@ import hf_dart
 from hf_dart import TreeConfig, attach
 from hf_dart.cache.states import FixedStates, states_of
 from hf_dart.models.running_states import families
+from hf_dart.models.stock_steps import CACHE
 
 pytestmark = [needs_running_states, pytest.mark.filterwarnings("error:This call runs uncompiled")]
 EXACT = tally("float64, running states on fixed shapes")
@@ -72,7 +73,7 @@ def test_a_cache_that_is_handed_back(size: int) -> None:
         cache, inputs = DynamicCache(config=target.config), batch(size, "sdpa")
         for _ in range(2):
             torch.manual_seed(0)
-            found = target.generate(**inputs, past_key_values=cache, do_sample=True, max_new_tokens=9, **options)
+            found = target.generate(**inputs, **{CACHE: cache}, do_sample=True, max_new_tokens=9, **options)
             ones = torch.ones(size, found.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long)
             inputs = {"input_ids": found, "attention_mask": torch.cat([inputs["attention_mask"], ones], dim=1)}
         texts.append(found)
@@ -140,7 +141,7 @@ def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     target.generate(**inputs, assistant=head, **options)
     before, cache = (DynamicCache(config=target.config) for _ in range(2))
     with torch.no_grad():
-        target(**inputs, past_key_values=before)
+        target(**inputs, **{CACHE: before})
     commits: list[None] = []
 
     def take(self: FixedStates, states: Any) -> None:
@@ -152,7 +153,7 @@ def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FixedStates, "take", take)
     with pytest.raises(KeyboardInterrupt):
-        target.generate(**inputs, past_key_values=cache, assistant=head, **options)
+        target.generate(**inputs, **{CACHE: cache}, assistant=head, **options)
     assert cache.get_seq_length() == inputs["input_ids"].shape[1]
     for slot, state in states_of(before).items():
         torch.testing.assert_close(states_of(cache)[slot], state)

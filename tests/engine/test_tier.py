@@ -22,6 +22,7 @@ from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.pace import PAUSE
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
+from hf_dart.models.stock_steps import CACHE
 
 pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")
 EXACT = tally("float64, rounds on fixed shapes")
@@ -127,10 +128,10 @@ def test_a_cache_that_is_kept() -> None:
     kept = []
     for drafting in ({}, {"assistant": head}):
         cache = DynamicCache(config=target.config)
-        first = run(target, prompts([9]), 0, past_key_values=cache, **GREEDY, **drafting).sequences
+        first = run(target, prompts([9]), 0, **{CACHE: cache}, **GREEDY, **drafting).sequences
         longer = torch.cat([first, torch.tensor([[5, 9, 4]])], dim=1)
         inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
-        second = run(target, inputs, 0, past_key_values=cache, **GREEDY, **drafting).sequences
+        second = run(target, inputs, 0, **{CACHE: cache}, **GREEDY, **drafting).sequences
         kept.append((first.tolist(), second.tolist(), cache))
     assert kept[0][:2] == kept[1][:2]
     for left, right in zip(kept[0][2].layers, kept[1][2].layers, strict=True):
@@ -261,7 +262,7 @@ def test_interrupted() -> None:
         cache = DynamicCache(config=target.config)
         options = {**GREEDY, **drafting, "logits_processor": LogitsProcessorList([Impatient()])}
         with pytest.raises(KeyboardInterrupt):
-            target.generate(**prompts([9]), past_key_values=cache, **options)
+            target.generate(**prompts([9]), **{CACHE: cache}, **options)
         kept.append(cache.layers[0].keys)
     width = kept[1].shape[2]
     assert 9 < width <= kept[0].shape[2]

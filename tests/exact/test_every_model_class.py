@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from hf_dart import DartHead, LookupDrafter, attach
 from hf_dart.models.features import layer_count
+from hf_dart.models.stock_steps import CACHE
 
 CLASSES = class_names()
 SAMPLE = random.Random(0).sample([name for name in CLASSES if name.endswith("CausalLM")], 24)  # others take long
@@ -46,7 +47,7 @@ _OTHERWISE = "computes something else for a token tree than stock does token by 
         ("xLSTMForCausalLM", "cannot run plain text over a DynamicCache"),
         ("RwkvForCausalLM", "uses a DynamicCache that holds neither keys and values nor running states"),
         pytest.param("InklingForCausalLM", _OTHERWISE, marks=needs_running_states),
-        ("XLNetLMHeadModel", "cannot run plain text over a DynamicCache"),  # names a position table of -1
+        ("XLNetLMHeadModel", "(cannot run plain text over|uses) a DynamicCache"),  # names a position table of -1
     ],
 )
 def test_what_cannot_be_taken_back_is_told_when_attaching(name: str, says: str) -> None:
@@ -77,8 +78,8 @@ def test_an_image_in_the_cache_is_refused() -> None:
     model = attach(build("MllamaForCausalLM", "sdpa"))
     cache, ids = DynamicCache(config=model.config), prompts([15], vocabulary=WORDS)["input_ids"]
     image = torch.randn(1, 40, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).double()
-    model(input_ids=ids[:, :12], past_key_values=cache, use_cache=True, cross_attention_states=image)
-    options = {"do_sample": False, "max_new_tokens": 6, "past_key_values": cache}
+    model(input_ids=ids[:, :12], **{CACHE: cache}, use_cache=True, cross_attention_states=image)
+    options = {"do_sample": False, "max_new_tokens": 6, CACHE: cache}
     with pytest.raises(ValueError, match=r"^The cache holds 40 entries after a prompt of 15 slots: .*\.$"):
         model.generate(ids, **options, assistant=LookupDrafter())
     assert cache.get_seq_length() == 12
@@ -97,9 +98,9 @@ def test_positions_that_depend_on_the_token_are_refused() -> None:
     pad, prompt = model.config.get_text_config(decoder=True).pad_token_id, torch.tensor([[5, 6, 7, 8, 9]])
 
     def step(token: int, position: int | None) -> torch.Tensor:
-        cache = model(input_ids=prompt, use_cache=True).past_key_values
+        cache = model(input_ids=prompt, use_cache=True)[CACHE]
         positions = {} if position is None else {"position_ids": torch.tensor([[position]])}
-        return model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True, **positions).logits
+        return model(input_ids=torch.tensor([[token]]), **{CACHE: cache}, use_cache=True, **positions).logits
 
     for token, position in ((11, prompt.shape[1] + pad + 1), (pad, pad)):
         stock = step(token, None)

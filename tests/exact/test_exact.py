@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from hf_dart import TreeConfig
+from hf_dart.models.stock_steps import CACHE
 
 pytestmark = pytest.mark.usefixtures("executor")
 EXACT = tally("float64, tiny random targets")
@@ -58,8 +59,8 @@ def test_windows_hold_in_a_cache_made_without_a_config(family: str) -> None:
     target = tiny_target(family)
     head = tiny_head(target)
     for mode in (GREEDY, SAMPLED):
-        stock = run(target, batch(4, "sdpa"), 0, past_key_values=DynamicCache(), **mode)
-        ours = run(target, batch(4, "sdpa"), 0, past_key_values=DynamicCache(), assistant=head, **mode)
+        stock = run(target, batch(4, "sdpa"), 0, **{CACHE: DynamicCache()}, **mode)
+        ours = run(target, batch(4, "sdpa"), 0, **{CACHE: DynamicCache()}, assistant=head, **mode)
         assert torch.equal(ours.sequences, stock.sequences)
         assert torch.equal(ours.state, stock.state)
 

@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_dart import TreeConfig, attach
 from hf_dart.cache.states import RunningStates, states_of
 from hf_dart.decoding import feed
+from hf_dart.models.stock_steps import CACHE, cache_name
 
 pytestmark = needs_running_states
 NO_ADAPTER_AFTER_MIXERS = {"falcon_h1", "nemotron_h", *WITHOUT_ATTENTION}  # PEFT refuses it
@@ -80,8 +81,8 @@ def test_turns_without_attention(family: str) -> None:
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     turns = [prompts(RAGGED), prompts([4] * len(RAGGED), seed=9)]
     for seed, inputs in enumerate(turns):
-        stock = run(target, inputs, seed, cache_params=caches[0], **told)
-        ours = run(target, inputs, seed, cache_params=caches[1], assistant=head, **told)
+        stock = run(target, inputs, seed, **{cache_name(target): caches[0]}, **told)
+        ours = run(target, inputs, seed, **{cache_name(target): caches[1]}, assistant=head, **told)
         assert torch.equal(ours.sequences, stock.sequences)
         assert torch.equal(ours.state, stock.state)
         for left, right in zip(caches[1].layers, caches[0].layers, strict=True):
@@ -90,7 +91,7 @@ def test_turns_without_attention(family: str) -> None:
     stock, ours = (run(target, turns[0], 0, **kept, **drafting) for drafting in ({}, {"assistant": head}))
     for one, two in zip(ours.output.hidden_states[-1], stock.output.hidden_states[-1], strict=True):
         torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
-    for left, right in zip(ours.output.past_key_values.layers, stock.output.past_key_values.layers, strict=True):
+    for left, right in zip(ours.output[CACHE].layers, stock.output[CACHE].layers, strict=True):
         assert_same_states(left, right)
 
 
@@ -105,7 +106,7 @@ def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> N
     stop |= {"stop_strings": ["a", "e", "i", "o"], "tokenizer": TOKENIZER}
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     stock, ours = (
-        run(target, inputs, 0, past_key_values=cache, **drafting, **stop)
+        run(target, inputs, 0, **{CACHE: cache}, **drafting, **stop)
         for cache, drafting in zip(caches, ({}, {"assistant": known}), strict=True)
     )
     assert torch.equal(ours.sequences, stock.sequences)
@@ -114,7 +115,7 @@ def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> N
     for drafter in (known, head):
         after = behind(inputs, stock.sequences)
         turns = [
-            run(target, after, 1, past_key_values=copy.deepcopy(cache), max_new_tokens=8, do_sample=False, **drafting)
+            run(target, after, 1, **{CACHE: copy.deepcopy(cache)}, max_new_tokens=8, do_sample=False, **drafting)
             for cache, drafting in zip(caches, ({}, {"assistant": drafter}), strict=True)
         ]
         assert torch.equal(turns[0].sequences, turns[1].sequences)
@@ -167,7 +168,7 @@ def test_interrupted_at_every_token(family: str, lengths: list[int]) -> None:
     for token in range(1, TOKENS):
         cache = DynamicCache(config=target.config)
         with pytest.raises(KeyboardInterrupt):
-            run(target, inputs, 0, past_key_values=cache, assistant=known, streamer=Fails(token), **options)
+            run(target, inputs, 0, **{CACHE: cache}, assistant=known, streamer=Fails(token), **options)
         assert_goes_on(target, cache, inputs, stock, token, **options, assistant=known)
     assert_identical(target, known, inputs, **options)
 
@@ -182,13 +183,13 @@ def test_interrupted_without_attention(family: str, lengths: list[int]) -> None:
     states = []
     for tokens in range(1, TOKENS):
         cache = DynamicCache(config=target.config)
-        run(target, inputs, 0, cache_params=cache, max_new_tokens=tokens, **options)
+        run(target, inputs, 0, **{cache_name(target): cache}, max_new_tokens=tokens, **options)
         states.append(states_of(cache))
     reached = set()
     for token in range(1, TOKENS):
         cache, told = DynamicCache(config=target.config), {"max_new_tokens": TOKENS, "streamer": Fails(token)}
         with pytest.raises(KeyboardInterrupt):
-            run(target, inputs, 0, cache_params=cache, assistant=known, **told, **options)
+            run(target, inputs, 0, **{cache_name(target): cache}, assistant=known, **told, **options)
         same = [
             all(torch.allclose(states_of(cache)[slot], state, 1e-6, 1e-6) for slot, state in its.items())
             for its in states[:token]
@@ -271,7 +272,7 @@ def test_drafters_with_keys_and_values_of_their_own(family: str, tmp_path: Path)
 def test_a_failure_in_the_prefill_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     target = attach(tiny_target("falcon_h1"))
     head, inputs, cache = tiny_head(target), prompts(RAGGED), DynamicCache(config=target.config)
-    first = run(target, inputs, 0, past_key_values=cache, assistant=head, max_new_tokens=5, do_sample=False)
+    first = run(target, inputs, 0, **{CACHE: cache}, assistant=head, max_new_tokens=5, do_sample=False)
     before, next_turn = copy.deepcopy(cache), behind(inputs, first.sequences)
 
     def fails(*_: Any) -> Any:
@@ -280,11 +281,11 @@ def test_a_failure_in_the_prefill_leaves_all_as_it_was(monkeypatch: pytest.Monke
     plain = feed.mask_kinds
     monkeypatch.setattr(feed, "mask_kinds", fails)  # once stock has written to every layer
     with pytest.raises(KeyboardInterrupt):
-        run(target, next_turn, 0, past_key_values=cache, assistant=head, max_new_tokens=5, do_sample=False)
+        run(target, next_turn, 0, **{CACHE: cache}, assistant=head, max_new_tokens=5, do_sample=False)
     monkeypatch.setattr(feed, "mask_kinds", plain)
     assert states_of(cache).keys() == states_of(before).keys()
     for slot, state in states_of(before).items():
         assert torch.equal(states_of(cache)[slot], state)
-    ours = run(target, next_turn, 0, past_key_values=cache, assistant=head, max_new_tokens=5, do_sample=False)
-    stock = run(target, next_turn, 0, past_key_values=before, max_new_tokens=5, do_sample=False)
+    ours = run(target, next_turn, 0, **{CACHE: cache}, assistant=head, max_new_tokens=5, do_sample=False)
+    stock = run(target, next_turn, 0, **{CACHE: before}, max_new_tokens=5, do_sample=False)
     assert torch.equal(ours.sequences, stock.sequences)

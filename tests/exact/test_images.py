@@ -33,6 +33,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 
 from hf_dart import LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.drafters.base import Drafter
+from hf_dart.models.stock_steps import CACHE
 
 SEEN = tally("float64, with images")
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
@@ -149,7 +150,7 @@ def test_turns_with_an_image_each(family: str, taken_up: list[bool]) -> None:  #
     for drafting in ({}, {"assistant": head}):
         inputs, cache = image_inputs(family), DynamicCache(config=target.config.get_text_config())
         for turn in range(3):
-            out = run(target, inputs, turn, past_key_values=cache, **SAMPLED, **WORDS, **drafting)
+            out = run(target, inputs, turn, **{CACHE: cache}, **SAMPLED, **WORDS, **drafting)
             texts.append(out.sequences)
             inputs = after_images(family, inputs, out.sequences, with_image=turn == 0)
     assert all(torch.equal(stock, ours) for stock, ours in zip(texts[:3], texts[3:], strict=True))
@@ -164,19 +165,19 @@ def test_other_images_are_another_text(words: bool, taken_up: list[bool]) -> Non
     assert torch.equal(one["input_ids"], other["input_ids"])
     assert not torch.equal(one["pixel_values"], other["pixel_values"])
     cache = DynamicCache(config=target.config.get_text_config())
-    text = run(target, one, 0, past_key_values=cache, assistant=head, **GREEDY, **WORDS).sequences
+    text = run(target, one, 0, **{CACHE: cache}, assistant=head, **GREEDY, **WORDS).sequences
     if words:
         more = after_images("llava", one, text)
-        text = run(target, more, 0, past_key_values=cache, assistant=head, **GREEDY, **WORDS).sequences
+        text = run(target, more, 0, **{CACHE: cache}, assistant=head, **GREEDY, **WORDS).sequences
     # Stock reads the other one, up to where the head left its state.
     inputs = {**other, "input_ids": text[:, :-1]}
     inputs["attention_mask"] = after_images("llava", one, inputs["input_ids"], more=0)["attention_mask"]
-    cache.layers = target(**inputs, use_cache=True).past_key_values.layers
+    cache.layers = target(**inputs, use_cache=True)[CACHE].layers
     more = {name: value for name, value in inputs.items() if name != "pixel_values"}
     more["input_ids"] = text
     more["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
     assert cache.get_seq_length() == text.shape[1] - 1
-    run(target, more, 0, past_key_values=cache, assistant=head, **GREEDY)
+    run(target, more, 0, **{CACHE: cache}, assistant=head, **GREEDY)
     assert taken_up == [False, *[True] * words, False]
 
 

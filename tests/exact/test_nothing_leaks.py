@@ -16,6 +16,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 from transformers import DynamicCache
 
 from hf_dart import TreeConfig
+from hf_dart.models.stock_steps import CACHE
 
 LIMIT = 16 * 2**20
 
@@ -60,7 +61,7 @@ def calls() -> list[dict[str, Any]]:
         *plain,
         {**plain[0], "tree_config": tree, "return_dict_in_generate": True},
         {**plain[5], "tree_config": tree, "max_new_tokens": 60},
-        {**plain[1], "past_key_values": _cache, "output_scores": True, "return_dict_in_generate": True},
+        {**plain[1], CACHE: _cache, "output_scores": True, "return_dict_in_generate": True},
         {**plain[2], "streamer": Breaks, "tree_config": tree},
         {**plain[3], "num_beams": 2},
     ]

@@ -41,6 +41,7 @@ from transformers import (
 from hf_dart import TreeConfig, attach
 from hf_dart.decoding import feed
 from hf_dart.drafters.proposal import Proposal
+from hf_dart.models.stock_steps import CACHE
 
 TOKENS = 20
 NEW = {"max_new_tokens": TOKENS}
@@ -275,8 +276,8 @@ def test_embeddings_and_a_cache(llama: tuple[Any, Any]) -> None:
         turns = []
         for drafting in ({}, {"assistant": head}):
             cache = DynamicCache(config=target.config)
-            call(target, 0, **earlier, **GREEDY, past_key_values=cache, **drafting)
-            turns.append(call(target, 0, **later, **SAMPLED, past_key_values=cache, **drafting))
+            call(target, 0, **earlier, **GREEDY, **{CACHE: cache}, **drafting)
+            turns.append(call(target, 0, **later, **SAMPLED, **{CACHE: cache}, **drafting))
         assert turns[0].error is None
         same(turns[1], turns[0])
 

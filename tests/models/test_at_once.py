@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -121,11 +122,17 @@ def loud(family: str, dtype: torch.dtype) -> tuple[Mixer, StatefulCache, Tensor]
     return mixers_of(model)[1], held, drawn(*PARENTS.shape, model.config.hidden_size).to(dtype)
 
 
-def run(form: Any, mixer: Mixer, cache: StatefulCache, hidden: Tensor, name: str) -> tuple[Tensor, list[Any]]:
+def called(form: Any, mixer: Mixer, cache: StatefulCache, hidden: Tensor, **kwargs: Any) -> Any:
+    """What a form gives, with the cache under the name that its module has for it."""
+    taken = inspect.signature(mixer.module.forward).parameters
+    (name,) = {"cache", "cache_params", "past_key_values"} & taken.keys()
+    return form(mixer, mixer.module.forward, cache, (hidden,), {name: cache, **kwargs})
+
+
+def run(form: Any, mixer: Mixer, cache: StatefulCache, hidden: Tensor) -> tuple[Tensor, list[Any]]:
     """What a form gives, and the states after 1, 2, ... accepted nodes of the rows."""
     cache.states.begin(TREE)
-    kwargs = {name: cache, "attention_mask": None}
-    outputs = form(mixer, mixer.module.forward, cache, (hidden,), kwargs)
+    outputs = called(form, mixer, cache, hidden, attention_mask=None)
     counts = [[min(first + row, length) for row, length in enumerate(LENGTHS)] for first in range(7)]
     return outputs, [cache.states.after(PATHS, its) for its in counts]
 
@@ -136,8 +143,7 @@ def test_modules_give_what_they_give_by_levels(family: str) -> None:
     """In float32, in which the models' rules are computed, whatever their dtype."""
     mixer, cache, hidden = loud(family, torch.float32)
     assert isinstance(mixer.form, AtOnce)
-    name = "past_key_values" if family in SHORT else "cache_params"
-    (got, states), (wanted, those) = (run(form, mixer, cache, hidden, name) for form in (mixer.form, by_levels))
+    (got, states), (wanted, those) = (run(form, mixer, cache, hidden) for form in (mixer.form, by_levels))
     torch.testing.assert_close(got[REAL], wanted[REAL], rtol=2e-6, atol=2e-6 * float(wanted.abs().max()))
     for some, others in zip(states, those, strict=True):
         for slot in mixer.slots:
@@ -204,7 +210,7 @@ def test_a_single_node_and_very_many_go_by_levels(nodes: str, monkeypatch: pytes
     outputs = []
     for form in (mixer.form, by_levels):
         cache.states.begin(tree)
-        outputs.append(form(mixer, mixer.module.forward, cache, (hidden,), {"cache_params": cache}))
+        outputs.append(called(form, mixer, cache, hidden))
     assert torch.equal(*outputs), "not the same operations"
 
 
@@ -217,7 +223,7 @@ def test_one_graph_without_a_break(family: str) -> None:
 
     def whole(hidden: Tensor, parents: Tensor, ancestors: Tensor, path: Tensor, counts: Tensor) -> Any:
         cache.states.begin(DraftTree(parents, parents, parents, ancestors, 5))
-        outputs = mixer.form(mixer, mixer.module.forward, cache, (hidden,), {"cache_params": cache})
+        outputs = called(mixer.form, mixer, cache, hidden)
         after = cache.states.after(path, counts)
         return outputs, [after[slot] for slot in mixer.slots]
 

@@ -44,6 +44,7 @@ from hf_dart import TreeConfig, attach
 from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
 from hf_dart.models import packed as packed_module
 from hf_dart.models.attention import TreeAttention, attention_of
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import forget
 
 EXACT = tally("float64, kernels of the user's")
@@ -163,7 +164,7 @@ def test_turns_over_one_cache(cache: Any) -> None:
             held, ids = cache(config=target.config, **options), prompts([9])["input_ids"]
             for turn in range(3):
                 inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                text = run(target, inputs, 0, **GREEDY, past_key_values=held, **drafting).sequences
+                text = run(target, inputs, 0, **GREEDY, **{CACHE: held}, **drafting).sequences
                 ids = torch.cat([text, prompts([5], seed=turn)["input_ids"]], dim=1)
             texts.append(ids)
         assert torch.equal(*texts)

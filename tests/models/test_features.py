@@ -14,6 +14,7 @@ from transformers import DynamicCache
 
 from hf_dart.decoding.api import attach
 from hf_dart.models.features import gather_features
+from hf_dart.models.stock_steps import CACHE
 
 LAYERS = (0, 1, 2)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -90,15 +91,15 @@ def test_behind_a_cached_prefix(chunk: int | None) -> None:
     drafter.sequences, whole = drafter.sequences[:, 11:], drafter.sequences
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
-        target(inputs["input_ids"][:, :11], past_key_values=cache, use_cache=True)
+        target(inputs["input_ids"][:, :11], **{CACHE: cache}, use_cache=True)
     again = copy.deepcopy(cache)
-    run(target, inputs, 0, past_key_values=again, **options)
+    run(target, inputs, 0, **{CACHE: again}, **options)
     if again.get_seq_length() > whole.shape[1]:  # the prefix was read again
         with pytest.raises(ValueError, match="leave prefill_chunk_size out"):
-            run(target, inputs, 0, assistant=drafter, past_key_values=cache, **options)
+            run(target, inputs, 0, assistant=drafter, **{CACHE: cache}, **options)
         assert cache.get_seq_length() == 11
         return
-    ours = run(target, inputs, 0, assistant=drafter, past_key_values=cache, **options)
+    ours = run(target, inputs, 0, assistant=drafter, **{CACHE: cache}, **options)
     assert torch.equal(ours.sequences, whole)
     assert drafter.last_stats is not None
     assert drafter.last_stats.tau > 2

@@ -13,6 +13,8 @@ from support.multimodal import multimodal_target
 from support.tiny import WINDOW, prompts, tiny_head
 from transformers import Exaone4_5_Config, Exaone4_5_ForConditionalGeneration
 
+from hf_dart.models.stock_steps import CACHE
+
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
 # What a processor adds to text alone.
@@ -59,8 +61,8 @@ def test_text_alone(family: str) -> None:
     # Cache and all go on into a second turn.
     more = {"input_ids": torch.cat([first.sequences, first.sequences[:, :3]], dim=1)}
     more["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 23), value=1)
-    stock = target.generate(**more, **GREEDY, past_key_values=first.past_key_values)
-    ours = target.generate(**more, **GREEDY, past_key_values=second.past_key_values, assistant=head)
+    stock = target.generate(**more, **GREEDY, **{CACHE: first[CACHE]})
+    ours = target.generate(**more, **GREEDY, **{CACHE: second[CACHE]}, assistant=head)
     assert torch.equal(stock, ours)
 
 

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from hf_dart import attach
 from hf_dart.models import trial as probe
 from hf_dart.models.masks import MaskKind
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False}
@@ -86,7 +87,7 @@ class SlidesBySlots(LlamaAttention):
     """Hides what lies more than `local_window` slots back; its cache does not know."""
 
     def forward(self, hidden_states: Tensor, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        past = kwargs["past_key_values"].get_seq_length(self.layer_idx) if kwargs.get("past_key_values") else 0
+        past = kwargs[CACHE].get_seq_length(self.layer_idx) if kwargs.get(CACHE) else 0
         queries = torch.arange(past, past + hidden_states.shape[1])[:, None]
         keys = torch.arange(past + hidden_states.shape[1])
         seen = (keys <= queries) & (keys > queries - self.config.local_window)
@@ -321,9 +322,9 @@ class MixesRows(LlamaForCausalLM):
 class KeepsWhenTold(LlamaForCausalLM):
     """Looks at `use_cache` before it writes."""
 
-    def forward(self, *args: Any, past_key_values: Any = None, use_cache: bool = False, **kwargs: Any) -> Any:
-        cache = past_key_values if use_cache else None
-        return super().forward(*args, past_key_values=cache, use_cache=use_cache, **kwargs)
+    def forward(self, *args: Any, use_cache: bool = False, **kwargs: Any) -> Any:
+        kwargs[CACHE] = kwargs.get(CACHE) if use_cache else None
+        return super().forward(*args, use_cache=use_cache, **kwargs)
 
 
 @pytest.mark.parametrize("model_class", [CountsPadding, FromFive, KeepsWhenTold])

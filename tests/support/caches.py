@@ -10,6 +10,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states
+from hf_dart.models.stock_steps import CACHE
 
 # Sums in another order differ in the last bits.
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -20,7 +21,7 @@ FP32 = {"rtol": 1e-5, "atol": 1e-5}
 def prefill(target: Any, inputs: dict[str, Tensor]) -> DynamicCache:
     cache = DynamicCache(config=target.config)
     positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    target(**inputs, position_ids=positions, past_key_values=cache, use_cache=True)
+    target(**inputs, position_ids=positions, **{CACHE: cache}, use_cache=True)
     return cache
 
 

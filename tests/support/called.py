@@ -26,6 +26,7 @@ from transformers.generation import stopping_criteria as criteria_module
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart.drafters.base import Drafter
+from hf_dart.models.stock_steps import CACHE
 from support import drawn
 from support.caches import CLOSE, assert_same_cache
 from support.compare import tally
@@ -141,7 +142,7 @@ def call(
     """
     options, ids = copy.deepcopy(case["options"]), inputs.get("input_ids")
     own, told = own_of(case, 0 if ids is None else ids.shape[1])
-    own.update({"past_key_values": given_cache} if given_cache is not None else {})
+    own.update({CACHE: given_cache} if given_cache is not None else {})
     for name, value in case["arguments"].items():
         own[name] = (torch.zeros_like(ids) if ids is not None else None) if value == "like ids" else value
     if "guidance_scale" in options and case["negative prompt"] and ids is not None and ids.shape[1]:
@@ -312,7 +313,7 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
             break
         if not isinstance(stock[0].output, Tensor):
             assert not drafting or mine[0].output.draft_stats is drafter.last_stats
-            assert_same_cache(mine[0].output.past_key_values, stock[0].output.past_key_values, pads, close=tolerance)
+            assert_same_cache(mine[0].output[CACHE], stock[0].output[CACHE], pads, close=tolerance)
         if theirs is not None:
             assert_same_cache(ours, theirs, pads, close=tolerance)
         if drafting and drafter.last_stats is not None and drafter.last_stats.rounds:

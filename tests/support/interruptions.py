@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_dart.decoding
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states
 from hf_dart.decoding.api import attach
+from hf_dart.models.stock_steps import CACHE
 from support.caches import CLOSE, FP32, assert_same_states
 from support.cases import replay
 from support.compare import assert_identical, run
@@ -94,7 +95,7 @@ def assert_holds_a_prefix(target: Any, cache: Any, inputs: dict[str, Tensor], te
                 input_ids=text[:, start:end],
                 attention_mask=mask[:, :end],
                 position_ids=positions[:, start:end],
-                past_key_values=plain,
+                **{CACHE: plain},
                 use_cache=True,
             )
     for left, right in zip(cache.layers, plain.layers, strict=True):
@@ -127,7 +128,7 @@ def assert_goes_on(
     seen = torch.ones(len(text), token, dtype=torch.long)
     mask = torch.cat([inputs["attention_mask"], seen], dim=1)
     options = {**options, "max_new_tokens": TOKENS - token}
-    rest = target.generate(input_ids=text, attention_mask=mask, past_key_values=cache, **options)
+    rest = target.generate(input_ids=text, attention_mask=mask, **{CACHE: cache}, **options)
     assert torch.equal(rest, stock)
 
 
@@ -182,7 +183,7 @@ def interrupt(
     def call(line: int, cache: Any, listener: Listener) -> int:
         with interrupted_at(line) as passed:
             same = copy.deepcopy(drafter) if replayed else drafter  # it draws its misses
-            run(target, inputs, seed, past_key_values=cache, streamer=listener, assistant=same, **options)
+            run(target, inputs, seed, **{CACHE: cache}, streamer=listener, assistant=same, **options)
         return passed[0]
 
     call(-1, KINDS[kind](target), Listener())  # the first call of its kind has its target tried, which is more lines

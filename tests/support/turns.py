@@ -14,6 +14,7 @@ from hf_dart import DartHead
 from hf_dart.decoding import session, turns
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.proposal import Proposal
+from hf_dart.models.stock_steps import CACHE
 from support.caches import CLOSE, FP32, assert_same_cache
 from support.compare import Run, run
 from support.families import ROUNDS_INSIDE
@@ -63,7 +64,7 @@ def two_turns(
     done = []
     for seed, drafter in enumerate(drafting):
         options = {**mode, "assistant": drafter} if drafter is not None or "tree_config" in mode else mode
-        done.append(run(target, inputs, seed, past_key_values=cache, **options))
+        done.append(run(target, inputs, seed, **{CACHE: cache}, **options))
         inputs = behind(inputs, done[-1].sequences)
     return cache, done[0], done[1]
 
@@ -107,7 +108,7 @@ def first_draft(target: Any, head: DartHead, inputs: dict[str, Tensor], cache: A
     head.propose_ranked = tell  # type: ignore[method-assign]
     try:
         with pytest.raises(FirstDraft) as told:
-            run(target, inputs, 1, past_key_values=cache, assistant=head, **MODES["greedy"])
+            run(target, inputs, 1, **{CACHE: cache}, assistant=head, **MODES["greedy"])
     finally:
         del head.propose_ranked
     return told.value.args[0]
@@ -119,7 +120,7 @@ def assert_drafts_as_if_it_had_read_all(
     """The state that goes on is the one that a call over the whole text would have built."""
     cache, inputs = KINDS[kind](target), prompts(lengths)
     for seed in range(2):
-        text = run(target, inputs, seed, past_key_values=cache, assistant=head, **MODES[mode]).sequences
+        text = run(target, inputs, seed, **{CACHE: cache}, assistant=head, **MODES[mode]).sequences
         inputs = behind(inputs, text)
     goes_on = first_draft(target, head, inputs, cache)
     assert taken_up == [False, True, True]

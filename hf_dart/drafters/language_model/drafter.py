@@ -31,7 +31,7 @@ from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import as_dtype, device_of, users_default
 from hf_dart.models.features import lm_head_of
 from hf_dart.models.positions import position_limit
-from hf_dart.models.stock_steps import takes_positions
+from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.models.tokenizers import tokenizer_beside, vocabulary_hash
 from hf_dart.models.trial import check_verification
 from hf_dart.trees.config import TreeConfig
@@ -89,6 +89,7 @@ class LanguageModelDrafter(StockDrafter):
         self._last_position = position_limit(model)[0]
         parameters = inspect.signature(type(model).forward).parameters
         self._keeps, self._places = "logits_to_keep" in parameters, takes_positions(model)
+        self._cache_name = cache_name(model)
         check_vocabulary(model, target, tokenizer)
         self._vocab_size = _logits_of(target)
         self._targets: WeakSet[Any] = WeakSet([target])
@@ -223,7 +224,7 @@ class LanguageModelDrafter(StockDrafter):
         with for_trees(self.model), users_default():
             logits = self.model(
                 attention_mask=view.masks(self._kinds, self.model.dtype, device),
-                past_key_values=state.cache,
+                **{self._cache_name: state.cache},
                 use_cache=True,
                 return_dict=True,
                 **inputs,

@@ -25,6 +25,7 @@ from hf_dart.interop.mtp_module import has_unnamed_modules, is_speculators, modu
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import layer_count, lm_head_of
 from hf_dart.models.masks import MaskKind
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 
@@ -201,6 +202,6 @@ class MtpDrafter(StockDrafter):
                 position_embeddings=rotation,
                 attention_mask=view.masks([self._kind], embeddings.dtype, device),
                 position_ids=places,
-                past_key_values=state.cache,
+                **{CACHE: state.cache},
             )
             return module.shared_post_norm(states) if module.use_shared_post_norm else states

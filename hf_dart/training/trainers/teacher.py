@@ -66,14 +66,11 @@ class Teacher:
             Features, logits, and what the drafter reads of each token: the embeddings [B, T, E] with those of images in
             their places where it reads as the target does, else ids [B, T].
         """
-        merges, layers = self.drafter.reads_embeddings, self.drafter.feature_layers
         seen = {
             name: value.to(self.target.dtype) if value.is_floating_point() else value for name, value in beside.items()
         }
-        output = self.target(
-            input_ids=ids, use_cache=False, **seen, **features_request(sorted({*layers, 0}) if merges else layers)
-        )
-        read = merged_embeddings(self.target, output, ids) if merges else None
+        output = self.target(input_ids=ids, use_cache=False, **seen, output_hidden_states=True)
+        read = merged_embeddings(self.target, output, ids) if self.drafter.reads_embeddings else None
         if read is None:  # ids of images may have no embedding
             read = torch.where(ids < self.target.get_input_embeddings().num_embeddings, ids, 0)
         return self._features_of(output, ids), output.logits.to(self.drafter.device), read
