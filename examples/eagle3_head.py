@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dart import EagleDrafter
 from hf_dart.training import DataArguments, EagleTrainer, EagleTrainingArguments, load_rows
+from hf_dart.training.checkpoints import newest_checkpoint
 
 
 def main() -> None:
@@ -63,7 +63,7 @@ def main() -> None:
         ),
         train_dataset=rows,
     )
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(run)) if run.is_dir() else None)
+    trainer.train(resume_from_checkpoint=newest_checkpoint(run))
     trainer.save_model(str(run / "final"))
 
 

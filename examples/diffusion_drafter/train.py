@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM, Trainer, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dart import DartHead, DiffusionDrafter
 from hf_dart.hub.loading import PACKAGED_TARGET
@@ -31,6 +30,7 @@ from hf_dart.training import (
     DiffusionTrainingArguments,
     load_rows,
 )
+from hf_dart.training.checkpoints import newest_checkpoint
 from hf_dart.training.objective.blocks import document_positions
 
 DIFFUSION: dict[str, dict[str, Any]] = {
@@ -86,7 +86,7 @@ def train(kind: str, output: Path, plan: Plan) -> None:
     rows, _ = load_rows(data, tokenizer, plan.draft_length)
     trainer = _trainer(kind, output, plan, target, tokenizer, rows)
     print(f"{kind}: {trained_parameters(trainer.model):,} parameters are trained", flush=True)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(output)) if output.is_dir() else None)
+    trainer.train(resume_from_checkpoint=newest_checkpoint(output))
     trainer.model.to(torch.bfloat16).save_pretrained(str(final))
 
 

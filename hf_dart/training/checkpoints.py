@@ -1,12 +1,11 @@
-"""Checkpoints that are there whole or not at all, and resuming from those of the run alone: what `Trainer` lacks."""
+"""Checkpoints that are whole and those of the run alone: what `Trainer` lacks to resume exactly."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from hf_dart.errors import sentence
 from hf_dart.hub.download import ADAPTER_CONFIG
-
-STAGING = ".incomplete"
-"""Folder of a run for what is being written; what is found there was never finished."""
 
 _ADAPTER = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "alpha_pattern")
 _BEGUN_WITH = "resume with the options that the run was begun with (its recipe.yaml)"
@@ -45,15 +41,13 @@ class Patience(EarlyStoppingCallback):
 class WholeCheckpoints(Trainer):
     """A `Trainer` of a drafter of a frozen target.
 
-    A checkpoint has its name when all of it is on the disk, so that whatever is called checkpoint-N can be resumed
-    from; and a run resumes from checkpoints of its own drafter alone.
+    A run goes on from its newest checkpoint that is whole, and from checkpoints of its own drafter alone.
     """
 
     drafter: Any
     target: PreTrainedModel
     best_from: int | None = None
     """Number of logged entries when the best weights were loaded; None: the weights are those of the last step."""
-    _staging = False  # while a checkpoint is written
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> Any:
         """Train, or resume from a checkpoint: a folder, or True for the newest of the run.
@@ -63,7 +57,7 @@ class WholeCheckpoints(Trainer):
         """
         checkpoint = resume_from_checkpoint
         if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
+            checkpoint = newest_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
         if isinstance(checkpoint, (str, Path)):
             check_checkpoint(checkpoint, self.drafter, self.is_fsdp_enabled or self.is_deepspeed_enabled)
         with _frozen(self.target):
@@ -95,14 +89,9 @@ class WholeCheckpoints(Trainer):
             super()._load_best_model()
         self.best_from = len(self.state.log_history)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        """Return the folder of the run; while a checkpoint is written, its staging folder."""
-        folder = super()._get_output_dir(trial)
-        return str(Path(folder, STAGING)) if self._staging else folder
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._staging:  # it is uploaded in the background, and must have its name by then
-            super()._push_from_checkpoint(checkpoint_folder)
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # the file that comes next says that all of it is there
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint whole or not at all.
@@ -110,67 +99,37 @@ class WholeCheckpoints(Trainer):
         Raises:
             OSError: it could not be written; nothing of it is left.
         """
-        run = Path(self._get_output_dir(trial))
-        final = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._whole(final) as written:
-            self._staging = True
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._staging = False
-            if self.state.best_model_checkpoint == str(written):
-                self.state.best_model_checkpoint = str(final)
-                if self.args.should_save:
-                    self.state.save_to_json(str(written / TRAINER_STATE_NAME))
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(run),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+        with whole(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")):
+            super()._save_checkpoint(model, trial)
 
-    def save_whole(self, folder: Path) -> None:
-        """Save the drafter whole or not at all, and push it if so asked; `folder` lies in that of the run.
 
-        Raises:
-            OSError: it could not be written, and nothing of it is left; or the Hub refused it.
-        """
-        with self._whole(folder) as written:
-            self.save_model(str(written), _internal_call=True)
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+@contextmanager
+def whole(folder: Path) -> Iterator[None]:
+    """Remove a folder that could not be written to its end.
 
-    @contextmanager
-    def _whole(self, final: Path) -> Iterator[Path]:
-        """Give all processes a folder to write to, which is called `final` when all of them are done."""
-        staging = final.parent / STAGING
-        written = staging / final.name
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        try:
-            with self.drafter.keeping_location():
-                yield written
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                for file in filter(Path.is_file, written.rglob("*")):
-                    with file.open("rb+") as stream:
-                        os.fsync(stream.fileno())
-                shutil.rmtree(final, ignore_errors=True)
-                written.rename(final)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
-            raise OSError(
-                f"{final.name} could not be written to {final.parent} ({' '.join(str(error).split())}); what was saved "
-                "before is whole: make room there and resume."
-            ) from error
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self.drafter.record_location(str(final.absolute()))
+    Raises:
+        OSError: it could not be written.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
+        shutil.rmtree(folder, ignore_errors=True)
+        raise OSError(
+            f"{folder.name} could not be written to {folder.parent} ({' '.join(str(error).split())}); what was saved "
+            "before is whole: make room there and resume."
+        ) from error
+
+
+def newest_checkpoint(run: str | Path) -> str | None:
+    """Return the newest checkpoint of a run that was written to its end, if it has one.
+
+    `Trainer` writes its state last: without it, or with half of it, the run was killed while it saved.
+    """
+    for folder in sorted(Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: -int(path.name.split("-")[1])):
+        with suppress(OSError, ValueError, TypeError):
+            TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+            return str(folder)
+    return None
 
 
 def check_checkpoint(checkpoint: str | Path, drafter: Any, sharded: bool = False) -> None:

@@ -12,13 +12,12 @@ import yaml
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dart.drafters.registry import trainers
 from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.loading import load_target, quantization_config
-from hf_dart.training.checkpoints import STAGING
+from hf_dart.training.checkpoints import newest_checkpoint, whole
 from hf_dart.training.data.frequent import frequent_tokens
 from hf_dart.training.data.sources import load_rows
 from hf_dart.training.lora import LoraArguments, apply_lora
@@ -32,7 +31,7 @@ FINAL = "final"
 """Folder of a run that holds the trained head."""
 
 # What a run leaves that ended before its first checkpoint.
-_OF_NO_USE = {"recipe.yaml", "runs", "logs", STAGING}
+_OF_NO_USE = {"recipe.yaml", "runs", "logs"}
 
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
 
@@ -79,7 +78,10 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     trainer.train(resume_from_checkpoint=checkpoint)
     metrics = {} if eval_rows is None else _evaluation(trainer)
     final = Path(args.output_dir, FINAL)
-    trainer.save_whole(final)
+    with whole(final):
+        trainer.save_model(str(final), _internal_call=True)
+    if args.push_to_hub:
+        trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
     return final, metrics
 
 
@@ -118,7 +120,7 @@ def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
             )
         return None
     if asked.lower() == "true":
-        newest = get_last_checkpoint(output_dir) if folder.is_dir() else None
+        newest = newest_checkpoint(folder)
         if newest is None:
             raise ValueError(f"{output_dir} holds no checkpoint to go on from; leave resume_from_checkpoint out.")
         return newest

@@ -72,7 +72,7 @@ def test_a_checkpoint_has_its_final_name(tmp_path: Path) -> None:
     trainer = tiny_trainer(tmp_path / "run", head, target, token_rows(ROWS), **options)
     trainer.train()
     assert Path(head.name_or_path) == tmp_path / "run" / "checkpoint-2"
-    trainer.save_whole(tmp_path / "run" / "final")
+    trainer.save_model(str(tmp_path / "run" / "final"))
     head.add_adapter(LoraConfig(r=2))
     head.save_pretrained(tmp_path / "adapter")
     assert base_of(tmp_path / "adapter") == str(tmp_path / "run" / "final")

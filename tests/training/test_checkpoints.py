@@ -25,7 +25,7 @@ from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer,
 
 from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.training import DartTrainer, EagleTrainer
-from hf_dart.training.checkpoints import STAGING, check_checkpoint
+from hf_dart.training.checkpoints import check_checkpoint, newest_checkpoint
 from hf_dart.training.lora import LoraArguments, apply_lora
 
 ROWS = token_rows(LENGTHS * 4)
@@ -65,8 +65,11 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_as_if_nothing_had_been(tmp
     folder = tmp_path / "run"
     process = subprocess.run(command(__file__, str(folder), "4"), env=environment(), timeout=300)
     assert process.returncode == -signal.SIGKILL
-    assert saved_in(folder) == {"checkpoint-2", STAGING}
-    assert (folder / STAGING / "checkpoint-4" / "model.safetensors").is_file()
+    assert (folder / "checkpoint-4" / "model.safetensors").is_file()
+    assert newest_checkpoint(folder) == str(folder / "checkpoint-2")
+    state = (folder / "checkpoint-2" / "trainer_state.json").read_text()
+    (folder / "checkpoint-4" / "trainer_state.json").write_text(state[: len(state) // 2])
+    assert newest_checkpoint(folder) == str(folder / "checkpoint-2")
 
     trainer = trainer_of(folder, **RUN)
     trainer.train(resume_from_checkpoint=True)
@@ -110,10 +113,6 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) ->
     trainer = trainer_of(run, **RUN)
     trainer.train(resume_from_checkpoint=True)
     assert_is_the_whole_run(trainer, tmp_path / "other")
-    for _ in range(2):  # a folder of that name is replaced
-        trainer.save_whole(run / "final")
-    loaded = DartHead.from_pretrained(str(run / "final"), target=trainer.target)
-    assert all(torch.equal(value, trainer.drafter.state_dict()[name]) for name, value in loaded.state_dict().items())
 
 
 # ---- parts that are missing, foreign or damaged -------------------------------------------------------------
