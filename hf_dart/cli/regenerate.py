@@ -93,7 +93,7 @@ def _run(arguments: argparse.Namespace) -> int:
         data = DataArguments(train_data=arguments.data, enable_thinking=thinking, train_on="all", **fields)
         sources = open_sources(data, tokenizer, arguments.seed)
         writer, made_by = _writer(arguments, tokenizer, sources)
-        text = {**made_by, "tokenizer": vocabulary_hash(tokenizer), "processes": processes}
+        text = {**made_by, "tokenizer": vocabulary_hash(tokenizer)}
         head = Path(arguments.head).name if arguments.head else None
         begin(
             arguments.output,

@@ -4,7 +4,8 @@ A head drafts the target's text, not that of a corpus. Conversations keep their 
 turn by turn; of other text, the beginnings are continued.
 
 The work is cut into batches by the data and the settings alone, and what is random about a batch goes by its number:
-the output does not depend on how often the work was interrupted, nor its rows on how many processes shared it.
+the output depends neither on how often the work was interrupted nor on how many processes shared it. Each batch is a
+file of its own, which is there when all of it is.
 """
 
 from __future__ import annotations
@@ -120,8 +121,7 @@ def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> l
     """Return the records of a batch.
 
     Text: `text`, `input_ids`, `prompt_tokens` (how many of them were given). Conversations: `messages`, `tools`. Both:
-    `row`, its number, `sampling`, the number of the entry of the mixture, and `batch` and `batch_rows`, by which a
-    process that goes on knows what is whole.
+    `row`, its number, and `sampling`, the number of the entry of the mixture.
     """
     random = np.random.default_rng([settings.seed, batch.number])
     shares = np.array([sampling.share for sampling in settings.mixture])
@@ -144,12 +144,11 @@ def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> l
             }
             for prompt, new in zip(prompts, written, strict=True)
         ]
-    numbered = [
+    return [
         {**record, "row": number, "sampling": way}
         for (number, _), record in zip(batch.rows, records, strict=True)
         if record is not None
     ]
-    return [{**record, "batch": batch.number, "batch_rows": len(numbered)} for record in numbered]
 
 
 def _rewrite(
@@ -195,52 +194,6 @@ def _rewrite(
     ]
 
 
-class Shard:
-    """The file of JSON lines that one process writes; a batch that was interrupted is taken off its end.
-
-    Args:
-        folder: of the output.
-        rank, processes: of all that write there.
-
-    Attributes:
-        last: number of the last batch that is whole; -1 without any.
-
-    Raises:
-        ValueError: the file holds something else than such batches.
-    """
-
-    def __init__(self, folder: Path, rank: int = 0, processes: int = 1) -> None:
-        self.path = folder / f"part-{rank:05}-of-{processes:05}.jsonl"
-        self.last = begun = -1
-        whole = end = rows = 0
-        if not self.path.is_file():
-            return
-        with self.path.open("rb") as file:
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    number, size = (int(json.loads(line)[name]) for name in ("batch", "batch_rows"))
-                except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-                    number = size = -1
-                end, rows = end + len(line), rows + 1
-                begun = number if rows == 1 else begun
-                if rows > size or number != begun:
-                    raise ValueError(
-                        f"{self.path} is damaged at row {rows} after byte {whole}, or an older version wrote it; name "
-                        "another folder, or remove it and begin it again."
-                    )
-                if rows == size:
-                    self.last, whole, rows = number, end, 0
-        if self.path.stat().st_size > whole:
-            os.truncate(self.path, whole)
-
-    def append(self, records: list[dict[str, Any]]) -> None:
-        """Write a batch."""
-        with self.path.open("a", encoding="utf8") as file:
-            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
 def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
     """Write down how the text is made, or check that the text in the folder was made so.
 
@@ -266,12 +219,20 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
                     f"{folder} was begun with other settings: {name} differs from {file}; give the same, or another "
                     "folder."
                 )
-    elif any(folder.glob("part-*.jsonl")):
+    elif any(folder.glob("*.jsonl")):
         raise ValueError(f"{folder} holds text, and no {file.name} that says how it was made; name another folder.")
     else:
-        written = file.with_name(f"{file.name}.{os.getpid()}")  # several processes may begin at once
-        written.write_text(json.dumps({"settings": settings, "about": about}, indent=2) + "\n", encoding="utf8")
+        _write(file, json.dumps({"settings": settings, "about": about}, indent=2) + "\n")
+
+
+def _write(file: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    written = file.with_name(f"{file.name}.{os.getpid()}")  # several processes may write the settings at once
+    try:
+        written.write_text(text, encoding="utf8")
         written.replace(file)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tuple[Any, Encoder]]:
@@ -312,7 +273,7 @@ def regenerate(
     processes: int = 1,
     rows: int | None = None,
 ) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """Write this process's batches, every `processes`-th, after those that it has written before.
+    """Write this process's batches, every `processes`-th, as files batch-N.jsonl; those that are there stay.
 
     Args:
         sources: as `open_sources` gives them.
@@ -323,16 +284,16 @@ def regenerate(
         rows: how many of all rows are written, in whole batches; None for all.
 
     Yields:
-        After each batch its number and records, which are in the file by then.
+        After each batch its number and records, which are in its file by then.
 
     Raises:
         ValueError, ConnectionError: as for the writer.
         OSError: the disk is full, or else refuses a batch; those before it are kept.
     """
-    shard = Shard(folder, rank, processes)
     batches = None if rows is None else -(-rows // settings.batch_size)
     for batch in islice(plan(sources, settings), batches):
-        if batch.number % processes == rank and batch.number > shard.last:
+        file = folder / f"batch-{batch.number:07}.jsonl"
+        if batch.number % processes == rank and not file.is_file():
             records = write_batch(batch, writer, settings)
-            shard.append(records)
+            _write(file, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records))
             yield batch.number, records

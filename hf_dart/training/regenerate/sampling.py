@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hf_dart.errors import LEAST_TEMPERATURE, check_fields
+from hf_dart.errors import LEAST_TEMPERATURE, check_fields, refuse_unknown
 
 _OF_SOME_SERVERS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # what not every server knows: neutral values
 
@@ -49,17 +49,14 @@ class Sampling:
             ValueError: it does not read so.
         """
         share, *words = text.split() or [""]
-        names = sorted({one.name for one in fields(cls)} - {"share"})
         try:
-            given: dict[str, Any] = {"share": float(share)}
-            for word in words:
-                name, number = word.split("=")
-                given[name] = int(number) if name == "top_k" else float(number)
+            pairs = dict(word.split("=") for word in words)
+            given = {name: int(number) if name == "top_k" else float(number) for name, number in pairs.items()}
+            shared = float(share)
         except ValueError as error:
             raise ValueError(f"{text!r} does not read like '0.3 temperature=0.8 top_p=0.95'.") from error
-        if unknown := given.keys() - {*names, "share"}:
-            raise ValueError(f"{text!r} names {sorted(unknown)[0]!r}; give any of {', '.join(names)}.")
-        return cls(**given)
+        refuse_unknown(given, {one.name for one in fields(cls)} - {"share"}, "Sampling has no", ValueError)
+        return cls(share=shared, **given)  # type: ignore[arg-type]
 
     def for_generate(self) -> dict[str, Any]:
         """Fields of a `GenerationConfig`: all that the target's own could set otherwise."""
