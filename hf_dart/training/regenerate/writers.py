@@ -19,7 +19,6 @@ from hf_dart.errors import sentence
 from hf_dart.training.data.chat import ChatFormat, Message
 from hf_dart.training.regenerate.sampling import Sampling
 
-
 _TIMEOUT = 600.0  # seconds of one request to a server
 
 
