@@ -37,9 +37,11 @@ _CACHES = ["cache/test_tree_caches.py", "decoding/test_turns.py", "decoding/test
 ROOMS = {
     "decoding/walk.py": [
         "decoding/test_walk.py",
+        "decoding/test_noise.py",
         "decoding/test_rows.py",
         "exact/test_exact.py",
         "exact/test_options.py",
+        "decoding/test_interruption.py",
     ],
     "decoding/rows.py": [
         "decoding/test_rows.py",
@@ -53,11 +55,6 @@ ROOMS = {
         "exact/test_exact.py",
         "cache/test_tree_caches.py",
         "models/test_trial.py",
-    ],
-    "decoding/noise.py": [
-        "decoding/test_noise.py",
-        "exact/test_options.py",
-        "decoding/test_interruption.py",
     ],
     "cache/slot_cache.py": [*_CACHES, "engine/test_tier.py"],
     "cache/target_cache.py": [*_CACHES, *_PARTS, "models/test_running_states.py"],

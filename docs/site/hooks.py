@@ -119,7 +119,7 @@ _INTERFACES = {
     "A call": ("hf_dart.decoding.finish.DartGenerateOutput", "hf_dart.decoding.stats.DraftStats", "hf_dart.view.View"),
     "A drafter of your own": (
         "hf_dart.drafters.base.Drafter",
-        "hf_dart.drafters.proposal.Proposal",
+        "hf_dart.drafters.base.Proposal",
         "hf_dart.drafters.trained.TrainedDrafter",
         "hf_dart.drafters.base_config.DrafterConfig",
         "hf_dart.drafters.head_config.HeadConfig",

@@ -40,11 +40,10 @@ from transformers import (
 
 from hf_dart import DartConfig, DartHead, TreeConfig
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.drafters.base import pair_scores
-from hf_dart.drafters.dart.selector import BigramSelector
+from hf_dart.drafters.base import Proposal, pair_scores
+from hf_dart.drafters.dart.modeling import BigramSelector
 from hf_dart.drafters.dflash.selectors import BlockConvolution
 from hf_dart.drafters.layers import DartLayer, take
-from hf_dart.drafters.proposal import Proposal
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.objective import losses
 from hf_dart.training.objective.blocks import (

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.dart.drafter import DartHead
-from hf_dart.drafters.proposal import Proposal
 
 _FIELDS = (
     "hidden_size",

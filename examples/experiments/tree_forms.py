@@ -25,11 +25,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextConfig
 
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.models.masks import layer_windows, mask_kinds
 from hf_dart.models.running_states.by_levels import by_levels
 from hf_dart.models.running_states.families import AtOnce
 from hf_dart.models.stock_steps import StockSteps
-from hf_dart.models.verify import Verifier
+from hf_dart.models.verify import Verifier, layer_windows, mask_kinds
 from hf_dart.trees.tree import DraftTree
 from hf_dart.view.tables import markdown
 

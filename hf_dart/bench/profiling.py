@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
+from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
-from hf_dart.drafters.proposal import Proposal
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points

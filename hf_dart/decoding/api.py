@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
-from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.request import admit, refuse_in_seat
 from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session, begin
+from hf_dart.decoding.walk import NoiseStream
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.models.devices import host_by_default, users_default

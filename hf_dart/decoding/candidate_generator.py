@@ -21,13 +21,12 @@ from transformers.generation import CandidateGenerator
 from hf_dart.cache.stock_layers import keeps_states, slots_of
 from hf_dart.decoding.request import left_padding, refuse_options
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.drafters.base import Drafter
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.models.devices import host_by_default
-from hf_dart.models.features import features_request, gather_features
 from hf_dart.models.positions import position_limit
 from hf_dart.models.stock_steps import cache_name, extra_inputs
 from hf_dart.models.support import refuse_cache, refuse_target
+from hf_dart.models.verify import features_request, gather_features
 from hf_dart.trees.vocabulary import spread
 
 _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)

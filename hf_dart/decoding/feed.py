@@ -13,15 +13,20 @@ from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import DrafterState
-from hf_dart.drafters.base import Drafter
-from hf_dart.drafters.proposal import AT_ONCE, entries_of
+from hf_dart.drafters.base import AT_ONCE, Drafter, entries_of
 from hf_dart.models.devices import users_default
-from hf_dart.models.features import features_request, gather_features, merged_embeddings
-from hf_dart.models.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.models.positions import refuse_shifted
 from hf_dart.models.stock_steps import cache_after, extra_inputs, next_inputs, position_shift
 from hf_dart.models.support import refuse_cache, refuse_compressed
 from hf_dart.models.trial import refuse_extra_inputs
+from hf_dart.models.verify import (
+    MaskKind,
+    features_request,
+    gather_features,
+    layer_windows,
+    mask_kinds,
+    merged_embeddings,
+)
 
 # The first allocation of the key and value buffers reaches this far after the prompt; they double from there.
 _HEADROOM = 512

@@ -15,7 +15,7 @@ from hf_dart.decoding.request import FILL
 from hf_dart.decoding.session import Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.turns import leave
-from hf_dart.drafters.proposal import Verified
+from hf_dart.drafters.base import Verified
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.tree import DraftTree
 

@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from hf_dart.drafters.base import Drafter
-from hf_dart.trees.arrays import Array
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import Copy, best_depth
-from hf_dart.trees.costs import RoundCost
+from hf_dart.trees.costs import Array, RoundCost
 
 MODES = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
 """Ways to draft a round: copied text alone; the likeliest token of each depth; a whole tree."""

@@ -24,13 +24,13 @@ from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.rows import length_limit
 from hf_dart.drafters.base import Drafter
-from hf_dart.models.masks import layer_windows
 from hf_dart.models.positions import refuse_crossing
 from hf_dart.models.processes import alone, is_shared, refuse_different_calls
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.models.stock_steps import cache_name, extra_inputs
 from hf_dart.models.support import drops_out, refuse_cache, refuse_target
 from hf_dart.models.trial import check_verification
+from hf_dart.models.verify import layer_windows
 from hf_dart.trees.config import TreeConfig
 
 # Options that ask `generate` for other modes than greedy search and sampling.

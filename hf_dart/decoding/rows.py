@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
-from hf_dart.drafters.proposal import Verified
+from hf_dart.drafters.base import Verified
 from hf_dart.models.devices import users_default
 
 _ROOM = 512  # tokens after the prompt that there is room for at first

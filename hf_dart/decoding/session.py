@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -12,23 +12,24 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.feed import begun, read_prompt
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.noise import MAX_LEAD, NoiseStream, put_back
-from hf_dart.decoding.pace import CHAIN, Pace, row_weights
+from hf_dart.decoding.pace import CHAIN, PAUSE, Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.trace import Trace
-from hf_dart.decoding.turns import resume_state
-from hf_dart.decoding.walk import Accepted, Walker
-from hf_dart.drafters.proposal import Proposal, Verified
-from hf_dart.models.features import row_axis, states_at
+from hf_dart.decoding.turns import DrafterState, resume_state
+from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
+from hf_dart.drafters.base import Drafter, Proposal, Score, Verified
+from hf_dart.models.features import states_at
 from hf_dart.models.processes import is_shared
-from hf_dart.models.verify import Verifier
+from hf_dart.models.verify import Verifier, row_axis
 from hf_dart.trees.copies import Copy
 from hf_dart.trees.tree import DraftTree
+
+ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
+"""`Drafter.propose_ranked`, or a captured pass in its place."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,65 @@ class HiddenStates:
         for nodes in path.T:
             layers = zip(states, self._axes, strict=True)
             self.steps.append(tuple(states_at(layer, axis, nodes) for layer, axis in layers))
+
+
+@dataclass
+class DrafterRunner:
+    """Runner of the drafter: hands it verified positions, and asks it for drafts in rounds that are to have one.
+
+    Attributes:
+        drafter: what drafts.
+        drafter_state: its state, and what of the text that covers.
+        propose_with: how it is asked for a draft.
+        depth: tokens of a draft.
+        rows: the text of each row.
+        aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
+            generator, it moves nothing.
+        keeps: positions are to be kept for the drafter even if it will not be asked in this call.
+        pending: verified positions that it has not read, rounds having had no draft.
+    """
+
+    drafter: Drafter[Any]
+    drafter_state: DrafterState
+    propose_with: ProposeFunction
+    depth: int
+    rows: Rows
+    aside: Callable[[], AbstractContextManager[None]]
+    keeps: bool
+    pending: list[Verified] = field(default_factory=list)
+
+    def propose(self, seen: Verified, mode: str, score: Score) -> Proposal | None:
+        """Return the next draft; None if the round is to have none, or there is none.
+
+        Args:
+            seen: the positions that the last round verified.
+            score: how the tree will rank the drafter's candidates.
+            mode: how this round is drafted, one of `pace.MODES`.
+        """
+        if self.keeps:
+            self.pending.append(seen)
+        if mode == PAUSE:
+            return None
+        features, next_tokens, counts = joined(self.pending)
+        self.pending = []
+        with self.aside():
+            state = self.drafter_state.state
+            proposal = self.propose_with(state, features, next_tokens, counts, self.depth, score)
+        if proposal is not None:
+            self._hold_ended_rows(proposal)
+        return proposal
+
+    def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
+        """Return the draft after a second look at `tokens` [B, d] of the `first` one."""
+        with self.aside():
+            proposal = self.drafter.refine(self.drafter_state.state, first, tokens)
+        self._hold_ended_rows(proposal)
+        return proposal
+
+    def _hold_ended_rows(self, proposal: Proposal) -> None:
+        """Rows that are only filled up must not hold up the others."""
+        if self.rows.in_step and self.rows.fills_up and True in self.rows.ended:
+            proposal.force_token(self.rows.ended, self.rows.pad)
 
 
 @dataclass
@@ -228,3 +288,15 @@ def begin(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[S
             seen=Verified(ran.features, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
         )
     return session, logits
+
+
+def joined(chunks: list[Verified]) -> Verified:
+    """One chunk of all, each row's real entries in front."""
+    if len(chunks) == 1:
+        return chunks[0]
+    features = torch.cat([chunk.features for chunk in chunks], dim=1)
+    tokens = torch.cat([chunk.next_tokens for chunk in chunks], dim=1)
+    real = torch.cat([torch.arange(chunk.next_tokens.shape[1]) < chunk.counts[:, None] for chunk in chunks], dim=1)
+    order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+    gathered = features.gather(1, order.to(features.device)[..., None].expand_as(features))
+    return Verified(gathered, tokens.gather(1, order.to(tokens.device)), real.sum(1))

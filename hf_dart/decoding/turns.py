@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_dart.cache.stock_layers import attention_layers, slots_of
-from hf_dart.drafters.base import Drafter
-from hf_dart.drafters.proposal import Verified
+from hf_dart.drafters.base import Drafter, Verified
 
 
 @dataclass

@@ -15,8 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hf_dart.drafters.base import Drafter, State
-from hf_dart.drafters.proposal import Proposal, Score, Verified
+from hf_dart.drafters.base import Drafter, Proposal, Score, State, Verified
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base_config import DrafterConfig
-from hf_dart.models.packed import attend_in_groups
+from hf_dart.models.attention import attend_in_groups
 
 
 class KeyValueWriter(Protocol):

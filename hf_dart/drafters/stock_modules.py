@@ -18,9 +18,9 @@ from transformers.cache_utils import DynamicCache
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS
+from hf_dart.drafters.base import Verified
 from hf_dart.drafters.beams import BeamDrafter
-from hf_dart.drafters.proposal import Verified
-from hf_dart.models.masks import MaskKind, mask_kinds
+from hf_dart.models.verify import MaskKind, mask_kinds
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 

@@ -18,12 +18,10 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import hooks
-from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.base import Drafter, Verified
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.cost import relative_cost, sizes
-from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import check_options, registered
-from hf_dart.drafters.target_modules import TargetModules
 from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.errors import missing_folder
 from hf_dart.hub.checkpoint import weight_shapes
@@ -31,7 +29,7 @@ from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optio
 from hf_dart.hub.failures import hub_errors
 from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.publish import push_folder
-from hf_dart.models.devices import as_dtype, device_of, host_by_default, rows_of, where_it_runs
+from hf_dart.models.devices import TargetModules, as_dtype, device_of, host_by_default, rows_of, where_it_runs
 from hf_dart.models.features import lm_head_of
 from hf_dart.models.progress_bars import without_bars
 from hf_dart.models.tokenizers import vocabulary_hash

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.models.devices import has_rows, where_it_runs
+from hf_dart.models.devices import has_rows, state_of, where_it_runs
 from hf_dart.trees.vocabulary import columns_of
 
 # As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].
@@ -55,12 +55,6 @@ def restricted(
     if vocabulary is None:
         return target_logits, labels
     return target_logits[..., vocabulary], columns_of(labels, vocabulary, no_label)
-
-
-def state_of(weight: Any) -> tuple[Any, ...]:
-    """Return a key that changes with a weight's values; weights made in inference mode do not count their changes."""
-    version = 0 if weight.is_inference() else weight._version
-    return id(weight), version, weight.device, weight.dtype
 
 
 class LMHeadRows:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.drafters.base import Drafter
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.models.verify import Verifier

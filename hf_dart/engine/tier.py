@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.session import Session
-from hf_dart.drafters.proposal import Proposal, Score, Verified
+from hf_dart.drafters.base import Proposal, Score, Verified
 from hf_dart.engine.graphs import Capture
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
 from hf_dart.models.tolerance import difference, same

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hf_dart.models.tokenizers import vocabulary_hash
-from hf_dart.trees.arrays import Array
 from hf_dart.trees.ngram.build import TableWriter, folder_of, merge
+from hf_dart.trees.ngram.lookup import Array
 from hf_dart.trees.ngram.table import NgramSpec, NgramTable
 
 CHUNK = 2**20

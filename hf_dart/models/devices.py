@@ -1,4 +1,4 @@
-"""Devices of modules of a target, which accelerate may offload, and of our own bookkeeping."""
+"""Modules of a target that others read through, on their devices; accelerate may offload them. Our own bookkeeping."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeGuard, TypeVar
+from weakref import WeakSet
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_dart.models.features import lm_head_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -76,6 +80,12 @@ def weight_of(module: Any) -> Tensor:
     return _hook(module).weights_map["weight"]
 
 
+def state_of(weight: Any) -> tuple[Any, ...]:
+    """Return a key that changes with a weight's values; weights made in inference mode do not count their changes."""
+    version = 0 if weight.is_inference() else weight._version
+    return id(weight), version, weight.device, weight.dtype
+
+
 def has_rows(lm_head: Any) -> TypeGuard[nn.Linear]:
     """Tell whether rows of an LM head's weight can be read: not of quantized, adapted, offloaded and parted ones."""
     return type(lm_head) is nn.Linear and not lm_head.weight.is_meta and not is_part(lm_head.weight)
@@ -132,3 +142,32 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
         torch.set_rng_state(state)
     else:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+class TargetModules:
+    """The target's modules that a drafter reads through; copies of the drafter share them."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        self.embeddings = target.get_input_embeddings()
+        self.lm_head = lm_head_of(target)
+        # Other targets that the drafter was found to be compatible with: deep copies and PEFT wrappers.
+        self.compatible: WeakSet[nn.Module] = WeakSet()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] to the target's embeddings [..., E], on its device."""
+        return self.embeddings(tokens.to(device_of(self.embeddings)))
+
+    def rows(self, vocab_size: int) -> int:
+        """Return how many of a drafter's V tokens the target knows; tables may differ in padding rows."""
+        return min(vocab_size, self.embeddings.num_embeddings, getattr(self.lm_head, "out_features", vocab_size))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the target out of a pickled drafter: its modules are no part of it, and `bind` lends them again."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """Return None in the place of the target, which a pickle leaves out."""

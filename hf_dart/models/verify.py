@@ -4,26 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils import output_capturing
 
 from hf_dart.cache.states import StatefulCache
+from hf_dart.cache.stock_layers import attention_places, keeps_states, window_of
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of, users_default
-from hf_dart.models.features import features_request, gather_features
-from hf_dart.models.masks import MaskKind, maskless_kinds
 from hf_dart.models.positions import position_limit
 from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.running_states.tree_forward import tree_forwards
 from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.trees.config import MAX_NODES
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
+
+# Before this function existed, a list of layers was counted without the embedding output.
+_TAKES_INDICES = hasattr(output_capturing, "resolve_hidden_states_indices")
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """One kind of attention layer.
+
+    Attributes:
+        name: its key in the model's mask dict.
+        window: how many positions a query attends to, its own included; or the size of chunks.
+        layer: one layer of that kind.
+    """
+
+    name: str
+    window: int | None
+    layer: int
+
+    def horizon(self, positions: Tensor) -> Tensor | None:
+        """Return the last position to which queries at `positions` no longer attend; None if they attend to all."""
+        if self.window is None:
+            return None
+        if self.name == "chunked_attention":  # chunks of the text, which do not attend to each other
+            return positions // self.window * self.window - 1
+        return positions - self.window
 
 
 class Verifier:
@@ -194,3 +222,94 @@ class Verifier:
             seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
             masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
         return masks | self._maskless if len(masks) > 1 else next(iter(masks.values()), None)
+
+
+def layer_windows(target: PreTrainedModel, prefilled: Cache) -> list[int | None]:
+    """Return the number of positions that each attention layer of a prefilled cache attends to; None for all.
+
+    It is what stock's own cache says: one that a user made without a config knows of no windows, while the model's
+    masks do.
+    """
+    stocks = DynamicCache(config=target.config.get_text_config(decoder=True)).layers
+    return [
+        window_of(stocks[index] if index < len(stocks) else prefilled.layers[index])
+        for index in attention_places(prefilled)
+    ]
+
+
+def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
+    """Return the kinds of attention layer of a prefilled cache, each once."""
+    layer_types = _layer_types(target)
+    kinds: dict[str, MaskKind] = {}
+    for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):
+        name = "full_attention" if window is None else "sliding_attention"
+        if layer_types and not keeps_states(prefilled.layers[index]):  # "hybrid" names no mask
+            name = layer_types[index]
+        kinds.setdefault(name, MaskKind(name, window, index))
+    return list(kinds.values())
+
+
+def maskless_kinds(target: PreTrainedModel, kinds: list[MaskKind]) -> list[str]:
+    """Keys of the model's mask dict that are of no attention layer: of trees, layers with running states need none."""
+    return sorted({*_layer_types(target), "linear_attention"} - {kind.name for kind in kinds})
+
+
+def _layer_types(target: PreTrainedModel) -> list[str]:
+    return getattr(target.config.get_text_config(decoder=True), "layer_types", None) or []
+
+
+def features_request(layers: list[int]) -> dict[str, Any]:
+    """Keyword arguments that make a target's forward return the hidden states of `layers`.
+
+    Recent releases of transformers then keep only those; older ones, and older models, keep them all.
+    """
+    if not layers:
+        return {}
+    return {"output_hidden_states": list(layers) if _TAKES_INDICES else True}
+
+
+def row_axis(states: Tensor, rows: int, positions: int) -> int:
+    """Return the axis of the rows in hidden states [..., B, N, H]; that of positions comes next.
+
+    Several streams of hidden states come before them (AltUp, arXiv 2301.13310: Gemma 3n).
+
+    Raises:
+        ValueError: these are not rows and positions.
+    """
+    axis = states.ndim - 3
+    if states.shape[axis : axis + 2] == (rows, positions):
+        return axis
+    raise ValueError(
+        f"This target's hidden states of {rows} x {positions} positions are shaped {list(states.shape)}, of which rows "
+        "and positions are not told; call generate without assistant=."
+    )
+
+
+def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
+    """Return the hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
+
+    A model that keeps several streams of hidden states gives their mean.
+
+    Raises:
+        ValueError: the model's hidden states are shaped otherwise.
+    """
+    if not layers:
+        return torch.zeros((*like.shape, 0), device=like.device)
+    states = []
+    for index in layers:
+        found = outputs.hidden_states[index]
+        axis = row_axis(found, *like.shape)
+        states.append(found.mean(list(range(axis))) if axis else found)
+    return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
+
+
+def merged_embeddings(target: PreTrainedModel, outputs: Any, ids: Tensor) -> Tensor | None:
+    """Embeddings [B, N, E] of token ids `ids` [B, N] with those of images and sounds in their places.
+
+    None where the first hidden states, which have to be among those of `outputs`, are no embeddings, not even of text:
+    some models scale them, or add others.
+    """
+    merged, embeddings = gather_features(outputs, [0], ids), target.get_input_embeddings()
+    known = embeddings(torch.where(ids < embeddings.num_embeddings, ids, 0)).to(merged.device)
+    same = merged.shape == known.shape and bool((merged == known).all(-1).any())
+    return merged if same else None

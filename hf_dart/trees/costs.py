@@ -15,8 +15,9 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from hf_dart.trees.arrays import Array
+Array = NDArray[Any]
 
 Points = tuple[tuple[float, float], ...]
 """Pairs (size, cost), both rising; straight lines between them, and on after the last one."""

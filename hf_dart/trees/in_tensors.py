@@ -7,8 +7,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from hf_dart.trees.arrays import take
-from hf_dart.trees.scores import Candidates, bounded
+from hf_dart.trees.scores import Candidates, bounded, take
 from hf_dart.trees.tree import DraftTree
 
 

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hf_dart.trees.arrays import Array, take
-from hf_dart.trees.costs import RoundCost
-from hf_dart.trees.scores import Candidates, bounded
+from hf_dart.trees.costs import Array, RoundCost
+from hf_dart.trees.scores import Candidates, bounded, take
 from hf_dart.trees.tree import DraftTree
 
 

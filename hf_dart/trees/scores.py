@@ -18,14 +18,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dart.trees.arrays import Values, log_sum, namespace, take
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.ngram.lookup import Ngrams
+from hf_dart.trees.ngram.lookup import Ngrams, Values
 from hf_dart.trees.ngram.table import NgramTable
 
 # A child's score lies this much below its parent's, so that the best N nodes always hold whole paths. No step is
@@ -172,3 +173,28 @@ class Candidates:
             deepest,
             None if self.ending is None else self.ending.to(device),
         )
+
+
+# ---- functions of arrays and tensors alike ---------------------------------------------------------------------
+
+
+def namespace(values: Values) -> ModuleType:
+    """`torch` for a tensor, `numpy` for an array: the module whose functions take it."""
+    return torch if isinstance(values, Tensor) else np
+
+
+def take(values: Values, places: Values) -> Values:
+    """Take `values` [B, n, ...] at `places` [B, m] of each row: [B, m, ...]."""
+    if isinstance(values, Tensor):
+        wide = places.view(*places.shape, *(1,) * (values.ndim - 2))
+        return values.gather(1, wide.expand(*places.shape, *values.shape[2:]))
+    if len(values) == 1:  # takes half the time
+        return values[0].take(places, axis=0)
+    return values[np.arange(len(values))[:, None], places]
+
+
+def log_sum(values: Values) -> Values:
+    """Log Σ exp over the last dimension, which stays with size 1."""
+    if isinstance(values, Tensor):
+        return values.logsumexp(-1, keepdim=True)
+    return np.logaddexp.reduce(values, axis=-1, keepdims=True)

@@ -15,8 +15,8 @@ from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main
-from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.rows import Rows
+from hf_dart.decoding.walk import NoiseStream
 
 PROMPTS = [
     "import os\n\n\ndef join(left, right):\n    ",

@@ -22,9 +22,8 @@ from hf_dart.cache.stock_layers import attention_layers, window_of
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import feed, finish
 from hf_dart.decoding.api import attach
-from hf_dart.models.masks import mask_kinds
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.models.verify import Verifier
+from hf_dart.models.verify import Verifier, mask_kinds
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]

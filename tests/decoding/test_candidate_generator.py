@@ -17,7 +17,7 @@ from transformers import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria, M
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartCandidateGenerator, TreeConfig
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.models.stock_steps import CACHE
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]

@@ -11,10 +11,9 @@ from support.trees import WAYS, paths
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.rank import Ranker, SeenTokens
+from hf_dart.decoding.grow import Ranker, SeenTokens, TreeGrower
+from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
-from hf_dart.drafters.proposal import Proposal
 
 
 @pytest.mark.parametrize("penalty", [None, 1.3])

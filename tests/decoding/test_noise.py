@@ -13,8 +13,8 @@ from support.tiny import prompts, tiny_target
 from hf_dart import TreeConfig
 from hf_dart.decoding import api, session
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.rows import Rows
+from hf_dart.decoding.walk import MAX_LEAD, NoiseStream
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Calls that meet: in threads beside each other, or inside code of the user's own that a drafted call runs."""
+"""Calls that meet, in threads or inside code of the user's own that a drafted call runs; positions that wait."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartHead, attach
+from hf_dart.decoding.session import joined
+from hf_dart.drafters.base import Verified
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 INPUTS = prompts([7])
@@ -152,3 +154,23 @@ def test_sampled_calls_side_by_side_draw_noise_of_their_own(target: Any, head: D
     with ThreadPoolExecutor(4) as pool:
         assert len(set(pool.map(work, range(4)))) == 4
     assert_identical(target, head, INPUTS, **options)
+
+
+def test_positions_that_waited_are_taken_in_as_they_came() -> None:
+    """Those of several rounds, of which each row has some, none or all; features and tokens stay together."""
+    rounds = [[2, 0, 3], [1, 1, 1], [0, 2, 1]]
+    came: list[list[int]] = [[], [], []]
+    chunks, number = [], 0
+    for counts in rounds:
+        tokens = torch.full((3, 3), -1)
+        for row, count in enumerate(counts):
+            for place in range(count):
+                number += 1
+                tokens[row, place] = number
+                came[row].append(number)
+        chunks.append(Verified(tokens[..., None] * torch.tensor([1.0, 0.5]), tokens, torch.tensor(counts)))
+    features, tokens, counts = joined(chunks)
+    assert counts.tolist() == [len(row) for row in came]
+    for row, wanted in enumerate(came):
+        assert tokens[row, : len(wanted)].tolist() == wanted
+        assert features[row, : len(wanted), 1].tolist() == [0.5 * token for token in wanted]

@@ -31,7 +31,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from hf_dart import DartHead
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
-from hf_dart.drafters.proposal import Verified
+from hf_dart.drafters.base import Verified
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification
 

@@ -29,14 +29,11 @@ TOY = '''
 import torch
 from torch import nn
 
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.base_config import DrafterConfig
-from hf_dart.drafters.trained import TrainedDrafter
-from hf_dart.drafters.trained import TrainedDrafter
-from hf_dart.drafters.registry import register
+from hf_dart.drafters.trained import TrainedDrafter, TrainedDrafter
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.hub.kinds import CardTexts
 from hf_dart.training.trainers.trainer import DrafterTrainer
 
 

@@ -18,8 +18,8 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 from hf_dart.drafters.dflash.drafter import DFlashDrafter
-from hf_dart.models.features import features_request, gather_features
 from hf_dart.models.stock_steps import CACHE
+from hf_dart.models.verify import features_request, gather_features
 
 TALLY = tally("DFlash drafters in float64")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}

@@ -18,7 +18,7 @@ from support.tiny import prompts, tiny_target
 
 from hf_dart import DFlashDrafter, TreeConfig, load_drafter
 from hf_dart.cli import main
-from hf_dart.models.features import features_request, gather_features
+from hf_dart.models.verify import features_request, gather_features
 
 EXACT = tally("float64, relatives of DFlash")
 

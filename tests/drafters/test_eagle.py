@@ -17,7 +17,7 @@ from support.tiny import prompts, tiny_eagle_drafter, tiny_target
 from hf_dart import EagleDrafter, TreeConfig, load_drafter
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.models.features import features_request, gather_features
+from hf_dart.models.verify import features_request, gather_features
 from hf_dart.training import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.objective.blocks import build_blocks
 

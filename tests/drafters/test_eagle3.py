@@ -31,7 +31,7 @@ from hf_dart import DartHead, EagleDrafter, TreeConfig, load_drafter
 from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.interop.vllm import write_vllm
-from hf_dart.models.features import features_request, gather_features
+from hf_dart.models.verify import features_request, gather_features
 
 EXACT = tally("float64, published EAGLE-3 heads")
 

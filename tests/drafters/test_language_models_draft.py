@@ -20,7 +20,7 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig,
 
 from hf_dart import LanguageModelDrafter, TreeConfig, attach, load_drafter
 from hf_dart.cli import main
-from hf_dart.drafters import proposal
+from hf_dart.drafters import base
 from hf_dart.drafters.beams import BeamProposal
 
 EXACT = tally("float64, language models as drafters")
@@ -112,7 +112,7 @@ def test_turns_go_on_with_what_was_read(
     family: str, taken_up: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And after a turn of stock's the model reads the cached text, too, piece by piece."""
-    monkeypatch.setattr(proposal, "AT_ONCE", 5)
+    monkeypatch.setattr(base, "AT_ONCE", 5)
     target = tiny_target(family)
     drafter = LanguageModelDrafter(nearly(target, noise=0), target, beam=1)
     kind = lambda model: DynamicCache(config=model.config)  # noqa: E731

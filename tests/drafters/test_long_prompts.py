@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dart import LanguageModelDrafter, MtpDrafter
 from hf_dart.drafters import base, proposal
-from hf_dart.drafters.proposal import Verified
+from hf_dart.drafters.base import Verified
 
 PARTS = 8  # entries of one
 Make = Callable[[Path], Any]

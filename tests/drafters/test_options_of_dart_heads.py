@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead
 from hf_dart.decoding.api import attach
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.vocabulary import check_unused, unused_token
 from hf_dart.hub.loading import load_target
 from hf_dart.interop.vllm import write_vllm

@@ -17,8 +17,8 @@ from torch import Tensor
 from hf_dart import DartHead, TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
+from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.layers import rotation_at
-from hf_dart.drafters.proposal import Proposal
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.chain import ChainScores, best_chain
 

@@ -12,7 +12,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.models.packed import masked_attention
+from hf_dart.models.attention import masked_attention
 from hf_dart.models.verify import Verifier
 
 ASKS: dict[str, Callable[[Any], object]] = {

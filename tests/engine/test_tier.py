@@ -18,8 +18,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from hf_dart import TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.pace import PAUSE
+from hf_dart.decoding.session import DrafterRunner
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
 from hf_dart.models.stock_steps import CACHE

@@ -40,7 +40,7 @@ from transformers import (
 
 from hf_dart import TreeConfig, attach
 from hf_dart.decoding import feed
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.models.stock_steps import CACHE
 
 TOKENS = 20

@@ -18,7 +18,7 @@ from support.tiny import prompts, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.models.features import features_request, gather_features
+from hf_dart.models.verify import features_request, gather_features
 
 TALLY = tally("heads of DART's code in float64")
 

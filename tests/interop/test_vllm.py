@@ -26,7 +26,7 @@ from torch import Tensor
 from hf_dart import DartHead
 from hf_dart.cli import main
 from hf_dart.interop.vllm import write_vllm
-from hf_dart.models.features import features_request, gather_features
+from hf_dart.models.verify import features_request, gather_features
 from hf_dart.trees.ngram import NgramTable
 
 

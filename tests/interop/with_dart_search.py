@@ -61,7 +61,7 @@ int main() {
 def make_cases() -> Cases:
     from hf_dart.bench.pair import load_pair
     from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-    from hf_dart.models.features import features_request, gather_features
+    from hf_dart.models.verify import features_request, gather_features
 
     pair = load_pair(str(PACKAGED_TARGET), str(PACKAGED_HEAD), "float32")
     folder = Path(__file__).parents[2] / "hf_dart" / "decoding"

@@ -47,7 +47,7 @@ def write(folder: Path) -> None:
 
     from hf_dart import load_drafter
     from hf_dart.interop.vllm import write_vllm
-    from hf_dart.models.features import features_request, gather_features
+    from hf_dart.models.verify import features_request, gather_features
 
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
     target.save_pretrained(folder / "target")
@@ -87,7 +87,7 @@ def write_relatives(folder: Path, target: Any) -> None:
     from support.tiny import prompts
 
     from hf_dart import load_drafter
-    from hf_dart.models.features import features_request, gather_features
+    from hf_dart.models.verify import features_request, gather_features
 
     tokens = prompts([16], vocabulary=40)["input_ids"]
     for name in VARIANTS:

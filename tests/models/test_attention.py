@@ -42,7 +42,7 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from hf_dart import TreeConfig, attach
 from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
-from hf_dart.models import packed as packed_module
+from hf_dart.models import attention
 from hf_dart.models.attention import TreeAttention, attention_of
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import forget
@@ -297,13 +297,13 @@ def test_trees_read_keys_where_they_lie(family: str, monkeypatch: pytest.MonkeyP
     target = tiny_target(family)
     head = tiny_head(target)
     packed: list[int] = []
-    attend = packed_module.attend_in_groups
+    attend = attention.attend_in_groups
 
     def noted(query: Any, *args: Any) -> Any:
         packed.append(query.shape[2])
         return attend(query, *args)
 
-    monkeypatch.setattr(packed_module, "attend_in_groups", noted)
+    monkeypatch.setattr(attention, "attend_in_groups", noted)
     assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **GREEDY)
     assert bool(packed) == (family == "qwen3")
     assert target.config._attn_implementation == "sdpa"

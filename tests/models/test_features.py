@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_dart.decoding.api import attach
-from hf_dart.models.features import gather_features
 from hf_dart.models.stock_steps import CACHE
+from hf_dart.models.verify import gather_features
 
 LAYERS = (0, 1, 2)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

@@ -12,8 +12,7 @@ from support.tiny import tiny_target
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_dart.drafters.layers import attend
-from hf_dart.models.attention import TreeAttention
-from hf_dart.models.packed import attend_in_groups, packed_attention
+from hf_dart.models.attention import TreeAttention, attend_in_groups, packed_attention
 
 
 @pytest.mark.parametrize("groups", [1, 4])

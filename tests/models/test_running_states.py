@@ -17,12 +17,11 @@ from transformers import DynamicCache
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.models.masks import layer_windows, mask_kinds
 from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.running_states.tree_forward import TreeForward
 from hf_dart.models.stock_steps import StockSteps
 from hf_dart.models.trial import check_verification
-from hf_dart.models.verify import Verifier
+from hf_dart.models.verify import Verifier, layer_windows, mask_kinds
 from hf_dart.trees.tree import DraftTree
 
 pytestmark = needs_running_states

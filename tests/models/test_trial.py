@@ -18,9 +18,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_dart import attach
 from hf_dart.models import trial as probe
-from hf_dart.models.masks import MaskKind
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification
+from hf_dart.models.verify import MaskKind
 
 GREEDY = {"do_sample": False}
 

@@ -10,7 +10,7 @@ import torch
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from hf_dart import LanguageModelDrafter, LookupDrafter, TreeConfig, attach
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from support.tiny import (
     PAD,
     VOCABULARY,

@@ -14,7 +14,7 @@ from transformers import LogitsProcessorList
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.trees.ngram.build import build
 from support.tiny import tiny_head, tiny_target
 from support.trees import paths

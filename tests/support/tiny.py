@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.eagle.drafter import EagleDrafter
-from hf_dart.drafters.proposal import Proposal
 from hf_dart.models import trial as probe
 from support.families import EXPERTS_IN_A_LOOP, FAMILIES, HYBRIDS, OTHERS, PAD, REFUSED, WITHOUT_ATTENTION
 from support.families import VOCABULARY as VOCABULARY

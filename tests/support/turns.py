@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 from hf_dart import DartHead
 from hf_dart.decoding import session, turns
 from hf_dart.decoding.api import attach
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.models.stock_steps import CACHE
 from support.caches import CLOSE, FP32, assert_same_cache
 from support.compare import Run, run

@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList
 
 from hf_dart import DartHead, NgramTable, TreeConfig
 from hf_dart.cli import main
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.hub.loading import PACKAGED_HEAD
 from hf_dart.trees.ngram.build import build
 

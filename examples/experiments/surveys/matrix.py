@@ -20,8 +20,8 @@ from support.tiny import prompts, tiny_head, tiny_target
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from hf_dart import TreeConfig, attach
-from hf_dart.models.masks import mask_kinds
 from hf_dart.models.stock_steps import cache_after, cache_name
+from hf_dart.models.verify import mask_kinds
 
 RUN = ("greedy", "T=1")
 TESTED = {**FAMILIES, **HYBRIDS}

@@ -50,7 +50,7 @@ class DartConfig(HeadConfig):
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
             in the target's own layers.
         tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
-        selector_rank: width of the bigram selector (`hf_dart.drafters.dart.selector`); 0 for none.
+        selector_rank: width of the bigram selector (`hf_dart.drafters.dart.modeling`); 0 for none.
         selector_kind: "bigram", whose scores depend on the draft's hidden states, or "markov", one low-rank matrix.
         editor: the head can run again on its own draft (`editor.Editor`, `TreeConfig.refine`).
         vocab_size: rows of the target's embedding table, padding rows included.

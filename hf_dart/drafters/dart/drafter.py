@@ -15,14 +15,12 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import adapters
-from hf_dart.drafters.base import pair_scores
+from hf_dart.drafters.base import Proposal, Verified, pair_scores
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
 from hf_dart.drafters.dart.editor import Editor
-from hf_dart.drafters.dart.modeling import DartModel, Entries
-from hf_dart.drafters.dart.selector import BigramSelector
+from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Entries
 from hf_dart.drafters.layers import memory, rotation_at
-from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.vocabulary import check_unused, checked, unused_token

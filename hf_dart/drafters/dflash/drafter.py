@@ -22,13 +22,12 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.drafters.base import pair_scores
+from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
 from hf_dart.drafters.layers import memory
-from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import attach_to
 from hf_dart.hub import card_texts

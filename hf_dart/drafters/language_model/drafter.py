@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_dart.drafters import hooks
+from hf_dart.drafters.base import Verified
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.cost import model_sizes, relative_cost
-from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, View, attention_kinds
 from hf_dart.hub.checkpoint import refused, weight_shapes

@@ -17,15 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.drafters import hooks
+from hf_dart.drafters.base import Verified
 from hf_dart.drafters.cost import relative_cost, sizes
-from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, View
 from hf_dart.interop.mtp_module import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import layer_count, lm_head_of
-from hf_dart.models.masks import MaskKind
 from hf_dart.models.stock_steps import CACHE
+from hf_dart.models.verify import MaskKind
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
 from hf_dart.training.trainers.drafts import Drafts

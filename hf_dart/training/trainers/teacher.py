@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.attention import for_trees
-from hf_dart.models.features import features_request, gather_features, merged_embeddings
+from hf_dart.models.verify import features_request, gather_features, merged_embeddings
 from hf_dart.training.objective.blocks import document_positions
 
 

@@ -7,9 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from hf_dart.trees.arrays import Values, namespace
+Array = NDArray[Any]
+
+Values = Any
+"""A NumPy array or a tensor; all of one call are of one kind."""
 
 
 class Ngrams:
@@ -28,9 +32,10 @@ class Ngrams:
     def __init__(self, bits: int, unigrams: Values, keys: Sequence[Values], counts: Sequence[Values]) -> None:
         self._bits, self._keys, self._counts = bits, keys, counts
         # Apple GPUs have no float64.
-        self._float: Any = np.float64
-        if isinstance(unigrams, Tensor):
-            self._float = torch.float32 if unigrams.device.type == "mps" else torch.float64
+        self._functions: Any = torch if isinstance(unigrams, Tensor) else np
+        self._float = self._functions.float64
+        if isinstance(unigrams, Tensor) and unigrams.device.type == "mps":
+            self._float = torch.float32
         self._unigrams = _as(unigrams, self._float)
 
     def probabilities(self, contexts: Values, candidates: Values) -> Values:
@@ -47,7 +52,7 @@ class Ngrams:
 
     def known(self, tokens: Values) -> Values:
         """Replace ids that are no tokens of the table by -1."""
-        return namespace(tokens).where((tokens >= 0) & (tokens < len(self._unigrams)), tokens, -1)
+        return self._functions.where((tokens >= 0) & (tokens < len(self._unigrams)), tokens, -1)
 
     def after(self, contexts: Values, candidates: Values) -> Values:
         """Probabilities [..., K] of candidates after contexts.
@@ -56,7 +61,7 @@ class Ngrams:
             contexts: [..., C] tokens before, of those `known`.
             candidates: [..., K] likewise; may broadcast.
         """
-        xp, width = namespace(candidates), candidates.shape[-1]
+        xp, width = self._functions, candidates.shape[-1]
         found = _as(xp.zeros_like(candidates), self._float)
         longest = min(contexts.shape[-1], len(self._keys))
         if longest == 0:
@@ -77,7 +82,7 @@ class Ngrams:
 
     def _counted(self, order: int, keys: Values) -> Values:
         """Return counts [...] of n-grams of one order, 2 or more, as floats; 0 for those that the table lacks."""
-        xp, known, counts = namespace(keys), self._keys[order - 2], self._counts[order - 2]
+        xp, known, counts = self._functions, self._keys[order - 2], self._counts[order - 2]
         if not len(known):
             return _as(xp.zeros_like(keys), self._float)
         if isinstance(keys, Tensor):

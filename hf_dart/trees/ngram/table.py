@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from hf_dart.trees.arrays import Array
-from hf_dart.trees.ngram.lookup import Ngrams
+from hf_dart.trees.ngram.lookup import Array, Ngrams
 
 FORMAT, VERSION = "hf_dart.trees.ngram", "1"
 MOST_COUNTED = 2**32 - 1
