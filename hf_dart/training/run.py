@@ -23,7 +23,7 @@ from hf_dart.training.data.sources import load_rows
 from hf_dart.training.lora import LoraArguments, apply_lora
 from hf_dart.training.recipe import Recipe, trainer_of
 from hf_dart.training.record import last_evaluation
-from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments
+from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments, json_object
 from hf_dart.training.trainers.trainer import DrafterTrainer
 from hf_dart.trees.config import TreeConfig
 
@@ -133,7 +133,8 @@ def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     """Return the model and its tokenizer."""
     options: dict[str, Any] = {}
     if arguments.quantization is not None:
-        options["quantization_config"] = quantization_config(arguments.quantization_fields())
+        fields = json_object("quantization", arguments.quantization, '{"load_in_4bit": true}')
+        options["quantization_config"] = quantization_config(fields)
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
     if arguments.target_revision is not None:

@@ -113,11 +113,11 @@ def rounds_of(target: Any, head: DartHead, tree: TreeConfig, **options: Any) -> 
 @torch.no_grad()
 def offline(trainer: DartTrainer, decoded: Tensor, *anchors: int) -> dict[str, float]:
     """The figures of the blocks at these anchors."""
-    trainer._quality = DraftQuality(trainer.drafter.draft_length)
+    trainer._qualities = {"": DraftQuality(trainer.drafter.draft_length)}
     documents = torch.zeros_like(decoded)
     batch = {"input_ids": decoded, "documents": documents, "anchors": torch.tensor([anchors])}
     trainer.compute_loss(trainer.drafter, batch)
-    return trainer._quality.metrics()
+    return trainer._qualities[""].metrics()
 
 
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])

@@ -190,7 +190,6 @@ def test_a_part_of_a_given_head_is_trained(recipe: Path, lora: bool, capsys: pyt
         (["--selector_rank", "8"], "only selector_only trains"),
         (["--drafter", "foo", "--help"], "drafter is 'foo'"),
         (["--output_dir", f"{PACKAGED_HEAD}/config.json/run"], "Not a directory"),
-        (["--metric_for_best_model", "xyz"], "give tau, tau_sampled, acceptance_1, waste, loss, or, with"),
         (["--report_to", "clearml"], "to be installed); install what is missing, or change the option"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

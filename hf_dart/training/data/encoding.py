@@ -90,34 +90,21 @@ class Encoder:
         return ended, np.arange(len(ended)) >= given
 
     def _encode_ids(self, examples: dict[str, list[Any]]) -> Iterator[Document]:
+        known = len(self.tokenizer)
         prompts = examples.get("prompt_tokens", [0] * len(examples[self.name]))
-        for row, prompt in zip(examples[self.name], prompts, strict=True):
-            ids, given = self._ids(row), 0 if prompt is None else prompt
-            if type(given) is not int or given < 0:
+        for row, given in zip(examples[self.name], prompts, strict=True):
+            try:
+                ids = np.array([] if row is None else row)
+                fits = not len(ids) or (ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < known)
+            except (ValueError, TypeError, OverflowError):  # no list, lists of several lengths, numbers beyond 64 bits
+                fits = False
+            if not fits or ids.ndim != 1 or not isinstance(given, int | None):
                 raise ValueError(
-                    f"The field 'prompt_tokens' of {self.source} holds {prompt!r}; give how many of the row's tokens "
-                    "the target did not write."
+                    f"A row of {self.source} has {row!r:.40} as {self.name!r} and {given!r:.20} as 'prompt_tokens'; "
+                    f"give ids of this tokenizer's {known} tokens and how many of them the target did not write, or "
+                    "name the field that holds the text with text_field."
                 )
-            yield ids, np.arange(len(ids)) >= given
-
-    def _ids(self, row: Any) -> np.ndarray:
-        """Return the token ids [n] int32 of a row."""
-        try:
-            ids = np.array([] if row is None else row)
-        except (ValueError, OverflowError):  # lists of several lengths, numbers beyond 64 bits
-            ids = np.array(None)
-        if ids.shape != (0,) and (ids.ndim != 1 or ids.dtype.kind not in "iu"):
-            raise ValueError(
-                f"The field {self.name!r} of {self.source} holds something else than lists of token ids; fix it, or "
-                "name the field that holds the text with text_field."
-            )
-        wrong = ids[(ids < 0) | (ids >= len(self.tokenizer))].tolist()
-        if wrong:
-            raise ValueError(
-                f"{self.source} holds the token id {max(wrong, key=abs)}, outside this tokenizer's "
-                f"{len(self.tokenizer)}; it was written with another tokenizer, or is no list of token ids."
-            )
-        return ids.astype(np.int32)
+            yield ids.astype(np.int32), np.arange(len(ids)) >= (given or 0)
 
     def _encode_messages(self, examples: dict[str, list[Any]]) -> Iterator[Document]:
         assert self.chat is not None

@@ -16,9 +16,6 @@ from hf_dart.errors import check_fields
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.options import option
 
-# How the metrics begin that an evaluation may choose the best checkpoint by.
-_METRICS = ("tau", "acceptance_", "waste", "loss")
-
 
 @dataclass
 class TargetArguments:
@@ -33,14 +30,6 @@ class TargetArguments:
         None, 'fields of a quantization config of transformers as JSON, such as {"load_in_4bit": true}'
     )
     attn_implementation: str | None = option(None, "attention of the target, as for from_pretrained")
-
-    def quantization_fields(self) -> dict[str, Any]:
-        """`quantization` as a dict, empty without.
-
-        Raises:
-            ValueError: it is no JSON object.
-        """
-        return _json_object("quantization", self.quantization, '{"load_in_4bit": true}')
 
 
 @dataclass
@@ -64,13 +53,18 @@ class DrafterArguments:
         """
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("drafter", "head")}
         if self.tree is not None:
-            given["tree"] = _json_object("tree", self.tree, '{"nodes": 16}')
+            given["tree"] = json_object("tree", self.tree, '{"nodes": 16}')
         return {name: value for name, value in given.items() if value is not None}
 
 
-def _json_object(name: str, text: str | None, example: str) -> dict[str, Any]:
+def json_object(name: str, text: str, example: str) -> dict[str, Any]:
+    """Return the JSON object that an option was given.
+
+    Raises:
+        ValueError: it is none.
+    """
     try:
-        return {} if text is None else dict(json.loads(text))
+        return dict(json.loads(text))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is {text!r}; give a JSON object such as {example}.") from error
 
@@ -151,12 +145,6 @@ class DrafterTrainingArguments(TrainingArguments):
         ones = ("anchors_per_row", "decode_prompt_tokens", "early_stopping_patience", "gradient_accumulation_steps")
         least = {**dict.fromkeys(ones, 1), "decode_prompts": 0, "loss_chunk": 0}
         check_fields(self, least=least, choices={"loss": list(PRESETS)})
-        metric = self.metric_for_best_model
-        if metric is not None and not metric.removeprefix("eval_").startswith(_METRICS):
-            raise ValueError(
-                f"metric_for_best_model is {metric!r}; give tau, tau_sampled, acceptance_1, waste, loss, or, with "
-                "decode_prompts, tau_decoded."
-            )
         _ = self.objective  # raises if a field is out of range
 
     @property

@@ -97,7 +97,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         blocks = super().draw(inputs, generator)
         ids, anchors = inputs["input_ids"], inputs["anchors"]
         present, draft_length = anchors >= 0, self.drafter.draft_length
-        times = draw_times(blocks, 0.0 if self._quality is not None else self.args.revealed_share, generator)
+        times = draw_times(blocks, 0.0 if self.evaluates else self.args.revealed_share, generator)
         masked = torch.rand(blocks, draft_length, generator=generator) < times[:, None]
         _, labels = goals_and_labels(inputs, draft_length)
         hidden = masked.to(ids.device) | (labels == NO_LABEL)
@@ -109,7 +109,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
 
     def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """Features and logits of the target, empty where only the text itself is learned from."""
-        if self.drafter.feature_layers or self.args.objective.needs_target or self._quality is not None:
+        if self.drafter.feature_layers or self.args.objective.needs_target or self.evaluates:
             return super().teach(ids, documents)
         nothing = torch.zeros((*ids.shape, 0), device=ids.device)
         return nothing, nothing
@@ -134,7 +134,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
     @property
     def reads_text(self) -> bool:
         """True if the text's own entries are trained as well."""
-        return self.args.text_weight > 0 and self._quality is None
+        return self.args.text_weight > 0 and not self.evaluates
 
     def own_record(self) -> dict[str, Any]:
         return {name: value for name in ("revealed_share", "text_weight") if (value := getattr(self.args, name))}

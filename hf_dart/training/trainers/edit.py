@@ -26,7 +26,6 @@ from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArgum
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
 from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
-from hf_dart.training.trainers.evaluate import DraftQuality
 from hf_dart.training.trainers.trainer import read_tokens
 from hf_dart.trees.vocabulary import token_ids
 
@@ -82,12 +81,11 @@ class EditTrainer(DartTrainer):
             head.requires_grad_(False)
         super().__init__(head, target, args, **kwargs)
         head.get_submodule("editor").requires_grad_(True)
-        self._edited: DraftQuality | None = None  # while an evaluation runs
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Add `anchors`, `true`, `sampled`, `times` [B, K], `masked` [B, K, d], and the `seed` of sampled drafts."""
         blocks = super().draw(inputs, generator)
-        training, anchors = self._quality is None, inputs["anchors"]
+        training, anchors = not self.evaluates, inputs["anchors"]
         shape, device = anchors.shape, anchors.device
         for name, share in (("true", self.true_share), ("sampled", self.sampled_share)):
             inputs[name] = (torch.rand(shape, generator=generator) < share * training).to(device)
@@ -162,24 +160,14 @@ class EditTrainer(DartTrainer):
         states = inputs["edited"][present]
         # Their first token is the first draft's, and not trained again.
         edited = replace(drafts, hidden=torch.cat([states[:, :1].detach(), states[:, 1:]], dim=1))
-        if self._edited is not None:
-            self.measure(self._edited, edited)
+        if self.evaluates:
+            self.measure(edited, "edited")
         loss = drafts.hidden.new_zeros(()) if self.args.editor_only else super().draft_loss(drafts)
         times, masked = inputs["times"][present], inputs["masked"][present]
         chunk = self.args.loss_chunk * self.drafter.draft_length
         _, columns = restricted(drafts.target_logits[:1], drafts.labels, self.drafter.draft_vocabulary, NO_LABEL)
         revealed = revealed_loss(self.drafter.logits, edited.hidden, columns, masked, times, chunk)
         return loss + super().draft_loss(edited.of(times == 1)) + revealed
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        quality = self._edited = DraftQuality(self.drafter.draft_length)
-        try:
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        finally:
-            self._edited = None
-        if "tau" in (figures := quality.metrics()):
-            output.metrics[f"{metric_key_prefix}_tau_edited"] = figures["tau"]
-        return output
 
 
 def coupled_draft(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:

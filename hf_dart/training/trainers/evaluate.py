@@ -6,7 +6,6 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,8 +22,6 @@ from hf_dart.training.trainers.drafts import Drafts
 from hf_dart.trees.chain import best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.vocabulary import spread
-
-_DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
 
 
 class DraftQuality:
@@ -125,14 +122,6 @@ def agreement(drafter: TrainedDrafter, drafts: Drafts, blocks: int) -> Tensor | 
         return None
     best = spread(drafter.logits(part.hidden), drafter.draft_vocabulary, part.target_logits.shape[-1]).argmax(-1)
     return (best == part.target_logits[part.goals].argmax(-1)).float().mean(0)
-
-
-def decoded_tree(tree: TreeConfig) -> TreeConfig:
-    """Return the trees of decoding evaluations: of a given size, and without copied text.
-
-    Copied text would hide what the drafter knows. Trees of a given size are drafted in every round, on every machine.
-    """
-    return replace(tree, lookup=0, nodes=tree.nodes or _DECODED_NODES)
 
 
 def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) -> list[Tensor]:

@@ -36,11 +36,11 @@ from hf_dart.training.trainers.evaluate import (
     DraftQuality,
     agreement,
     counts_by_row,
-    decoded_tree,
     first_prompts,
 )
 from hf_dart.training.trainers.teacher import Teacher
 
+_DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
 _PATIENCE = 10  # steps without anything to train on, after which training stops
 
 AnyDrafter = TypeVar("AnyDrafter", bound=TrainedDrafter)
@@ -123,13 +123,15 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         # The loss is divided by the items of the whole step (`compute_loss`), not by micro-batch.
         self.model_accepts_loss_kwargs = True
         self._empty_steps = 0
-        self._quality: DraftQuality | None = None  # while an evaluation runs
+        self._qualities: dict[str, DraftQuality] | None = None  # while an evaluation runs, by the name of its figures
         self._agreement: Tensor | None = None  # of the step that is logged next
         if args.decode_prompts:
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
             prompts = first_prompts(self.eval_dataset, args.decode_prompts, args.decode_prompt_tokens)
-            self.add_callback(DecodingCallback(self, prompts, tree_config=decoded_tree(drafter.tree_config)))
+            # Copied text would hide what the drafter knows; trees of a given size are drafted in every round.
+            tree = replace(drafter.tree_config, lookup=0, nodes=drafter.tree_config.nodes or _DECODED_NODES)
+            self.add_callback(DecodingCallback(self, prompts, tree_config=tree))
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
 
@@ -202,8 +204,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         hidden = self.block_states(model, inputs, features, target_logits)[inputs["anchors"] >= 0]
         goals, labels = goals_and_labels(inputs, self.drafter.draft_length)
         drafts = Drafts(inputs, hidden, target_logits.flatten(0, 1), goals, labels)
-        if self._quality is not None:
-            self.measure(self._quality, drafts)
+        if self.evaluates:
+            self.measure(drafts)
         elif (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0 and target_logits.shape[-1]:
             self._agreement = agreement(self.drafter, drafts, self.args.loss_chunk or 256)
         return self.draft_loss(drafts), hidden
@@ -307,8 +309,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         items, rows = len(outputs["hidden"]), len(inputs["input_ids"])
         # By row, so that rows which only fill up the last batch of several processes can be left out.
         shares = torch.stack([loss.float() * items, torch.full_like(loss, items, dtype=torch.float32)]) / rows
-        assert self._quality is not None
-        self._quality.losses += self.accelerator.gather_for_metrics(shares.expand(rows, 2)).sum(0).double().cpu()
+        assert self._qualities is not None
+        self._qualities[""].losses += self.accelerator.gather_for_metrics(shares.expand(rows, 2)).sum(0).double().cpu()
         return loss.detach(), None, None
 
     # ---- evaluation ---------------------------------------------------------------------------------------
@@ -321,22 +323,31 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         Raises:
             ValueError: no row holds a block.
         """
-        quality = self._quality = DraftQuality(self.drafter.draft_length)
+        qualities = self._qualities = {"": DraftQuality(self.drafter.draft_length)}
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
-            self._quality = None
+            self._qualities = None
+        quality = qualities.pop("")
         if not quality.losses[1]:
             raise ValueError(
                 "There is nothing to evaluate: no row is longer than a draft, or none has a token that counts; give "
                 "longer documents or a smaller draft_length."
             )
         figures = {"loss": float(quality.losses[0] / quality.losses[1]), **quality.metrics()}
+        figures |= {f"tau_{name}": of["tau"] for name, one in qualities.items() if "tau" in (of := one.metrics())}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
-    def measure(self, quality: DraftQuality, drafts: Drafts) -> None:
-        """Add the blocks of an evaluation to `quality`."""
+    @property
+    def evaluates(self) -> bool:
+        """True while an evaluation runs."""
+        return self._qualities is not None
+
+    def measure(self, drafts: Drafts, name: str = "") -> None:
+        """Count the blocks of an evaluation; drafts of a further pass have a `name`, and `tau_NAME` alone."""
+        assert self._qualities is not None
+        quality = self._qualities.setdefault(name, DraftQuality(self.drafter.draft_length))
         # By row, so that rows which only fill up the last batch of several processes can be left out.
         per_row = counts_by_row(self.drafter, drafts, self.args.loss_chunk)
         quality.add(self.accelerator.gather_for_metrics(per_row))
@@ -375,14 +386,12 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Push the drafter with its card in one commit, as `hf_dart.hub.publish.push_folder` does.
 
         Args:
-            blocking: has to be true.
+            blocking: of no effect; the commit is waited for.
             known: more about the head, as for `push_folder`.
 
         Returns:
             The commit; None on all processes but the main one.
         """
-        if not blocking:
-            raise ValueError("A head and its card are pushed in one commit that is waited for; leave blocking True.")
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
