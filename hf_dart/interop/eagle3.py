@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_dart.hub.checkpoint import read_tensors
-from hf_dart.interop.fields import HARMLESS, Fields, one_of
-from hf_dart.interop.rope import read_rope, rope_frequencies
+from hf_dart.interop import weights
+from hf_dart.interop.decoder_layers import read_rope, read_vocabulary, read_widths, read_windows, rope_frequencies
+from hf_dart.interop.fields import HARMLESS, MANY, Fields
 from hf_dart.models.features import default_feature_layers
 
-_MANY = 2**31 - 1
 _MOST_LAYERS = 8
 _HOSTS = ("llama", "qwen2", "qwen3", "mixtral")
 JOINED = "an EAGLE-1 or EAGLE-2 head"
@@ -48,15 +47,16 @@ _REMARKS = (
     "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type",
     "name_or_path", "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states",
 )  # fmt: skip
-_AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
-# Our names to theirs, except those that depend on the layer.
-_PARTS = {
-    "fc.weight": "fc.weight",
-    "fc.bias": "fc.bias",
-    "fusion_norm.weight": "input_norm.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-    "embed_tokens.weight": "embed_tokens.weight",
+_AUX_NORMS = {rf"^fusion_norm\.{index}\.": f"aux_norm_{name}." for index, name in enumerate(("low", "mid", "high"))}
+# What an `eagle_config` of anything but an EAGLE-3 head says otherwise.
+_NESTED: dict[str, tuple[Any, ...]] = {
+    "use_aux_hidden_state": (True,),
+    "use_input_layernorm_in_first_layer": (True,),
+    "use_last_layernorm": (True,),
+    "use_mtp_layernorm": (False,),
+    "next_layer_regular": (True,),
+    "parallel_draft_step": (1, 0),
+    "parallel_draft_heads_num_layers": (1, 0),
 }
 _LAYERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _LAYER_FIELDS = (
@@ -99,6 +99,28 @@ def is_peagle(content: Mapping[str, Any]) -> bool:
     return content.get("speculators_model_type") == "peagle"
 
 
+def network_names(
+    first: str = "layers.0", deeper_norm: str = "input_layernorm", mask: str = "mask_hidden"
+) -> dict[str, str]:
+    """Return the renamings (`weights.renamed`) from a network with `layers.N` to that of published heads.
+
+    Args:
+        first: what names of tensors of the first layer begin with.
+        deeper_norm: what the norm before the attention of the other layers is called.
+        mask: what the vector of mask slots is called.
+    """
+    return {
+        r"^embedding_norm\.": f"{first}.input_layernorm.",
+        r"^feature_norm\.": f"{first}.hidden_norm.",
+        r"^fusion_norm\.weight": "input_norm.weight",
+        r"^fusion_norm\.": "fc_norm.",
+        r"^mask_slot\.weight": mask,
+        r"^(layers\.\d+)\.input_norm\.": rf"\1.{deeper_norm}.",
+        r"^(layers\.\d+)\.mlp_norm\.": r"\1.post_attention_layernorm.",
+        r"^layers\.0\.": f"{first}.",
+    }
+
+
 @dataclass(frozen=True)
 class Published:
     """A published head, by its config.json and the headers of its weights.
@@ -106,34 +128,14 @@ class Published:
     Attributes:
         fields: of an `EagleConfig` or a `DartConfig`; `mask_token_id` too for P-EAGLE.
         taps: the layers of the target in the order in which they are fused.
-        first: what names of tensors of the first layer begin with.
-        deeper_norm: what the norm before the attention of the other layers is called.
-        legacy_norms: the norms of the fused layers are called after low, mid and high.
+        names: renamings (`weights.renamed`) of a network with `layers.N` to the names in the file.
         ignored: names of tensors that are not used.
-        mask: what the vector of mask slots is called.
     """
 
     fields: dict[str, Any]
     taps: list[int]
-    first: str
-    deeper_norm: str = "input_layernorm"
-    legacy_norms: bool = False
+    names: dict[str, str] = field(default_factory=network_names)
     ignored: frozenset[str] = frozenset()
-    mask: str = "mask_hidden"
-
-    def name(self, ours: str) -> str:
-        """Return the name in the file of the weight `ours` of a network with `layers.N`."""
-        if self.legacy_norms and (norm := re.fullmatch(r"fusion_norm\.(\d+)\.weight", ours)):
-            return f"{_AUX_NORMS[int(norm[1])]}.weight"
-        if ours in _PARTS or ours == "mask_slot.weight":
-            return _PARTS.get(ours, self.mask)
-        if ours in ("embedding_norm.weight", "feature_norm.weight"):
-            return f"{self.first}.{'input_layernorm' if ours.startswith('embedding') else 'hidden_norm'}.weight"
-        if ours.startswith("fusion_norm."):
-            return ours.replace("fusion_norm", "fc_norm")
-        _, number, rest = ours.split(".", 2)
-        rest = rest.replace("mlp_norm", "post_attention_layernorm").replace("input_norm", self.deeper_norm)
-        return f"{self.first}.{rest}" if number == "0" else f"layers.{number}.{rest}"
 
 
 def read_published(
@@ -153,17 +155,19 @@ def read_published(
     found = eagle3_format(content) or JOINED
     joined = found == JOINED
     fields = Fields(content, found.split(" ", 1)[1] if joined else f"{found.split(' ')[1]} head")
-    speculators = "speculators_model_type" in content
+    speculators = fields.given("speculators_model_type") is not None
     layer = speculators_layer(fields) if speculators else fields
-    nested = Fields({}, fields.kind) if speculators else fields.part("eagle_config")
-    fields.given("speculators_model_type")
+    nested = fields.part("eagle_config", beside=("norm_before_fc",))
 
     ignored = frozenset(name for name in shapes if _IGNORED.fullmatch(name))
     stored = frozenset(shapes) - ignored
     first = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
-    taps = [num_layers] if joined else _taps(fields, nested, num_layers, speculators)
-    described = _widths(fields, layer, shapes.get(f"{first}.self_attn.q_proj.weight"), path)
+    taps = [num_layers] if joined else _taps(fields, nested, num_layers)
+    query = shapes.get(f"{first}.self_attn.q_proj.weight")
+    described = read_widths(layer, _head_dim(layer, query, path)) | read_vocabulary(fields, layer)
     described |= {
+        "embedding_size": described["hidden_size"],
+        "feature_size": fields.integer("target_hidden_size", 2, 2**20, described["hidden_size"]),
         "num_layers": _layer_count(layer, first, stored),
         "feature_layers": taps,
         "embeddings": "own" if "embed_tokens.weight" in stored else "table",
@@ -174,10 +178,12 @@ def read_published(
         "norm_output": fields.flag("norm_output", False),
     }
     described |= _biases(layer, first, stored, path) | _rotation(layer, described["head_dim"])
-    described["windows"] = _windows(layer, described["num_layers"])
+    windows = read_windows(layer, described["num_layers"])
+    described["windows"] = [window or 0 for window in windows] if any(windows) else []
     layer.choice("hidden_act", ("silu",), "silu")
-    if not speculators:
-        _refuse_nested(nested)
+    for name, choices in _NESTED.items():
+        nested.choice(name, choices, choices[0])
+    nested.finish()
     described |= read_speculators_config(fields, tuple(_SPECULATORS)) if speculators else {"draft_length": _LEVELS}
     if is_peagle(content):
         described["mask_token_id"] = fields.integer("mask_token_id", 0, described["vocab_size"] - 1)
@@ -188,8 +194,9 @@ def read_published(
             f"The second layer of {path} has an input_layernorm and a hidden_norm, of which each engine uses another; "
             "take one of them out."
         )
-    legacy = f"{_AUX_NORMS[0]}.weight" in stored
-    return Published(described, taps, first, next(iter(deeper_norms), "input_layernorm"), legacy, ignored)
+    legacy = _AUX_NORMS if "aux_norm_low.weight" in stored else {}
+    names = network_names(first, next(iter(deeper_norms), "input_layernorm"))
+    return Published(described, taps, {**legacy, **names}, ignored)
 
 
 def _layer_count(layer: Fields, first: str, stored: Collection[str]) -> int:
@@ -199,28 +206,8 @@ def _layer_count(layer: Fields, first: str, stored: Collection[str]) -> int:
     return 1 if first == "midlayer" and not deeper else layers
 
 
-def _widths(fields: Fields, layer: Fields, query: tuple[int, ...] | None, path: str) -> dict[str, Any]:
-    """Widths and vocabularies; `query` is the shape of the queries' projection."""
-    hidden = layer.integer("hidden_size", 2, 2**20)
-    heads = layer.integer("num_attention_heads", 1, 4096)
-    vocab_size = layer.integer("vocab_size", 2, _MANY)
-    scored = fields.integer("draft_vocab_size", 1, vocab_size, vocab_size)
-    return {
-        "hidden_size": hidden,
-        "embedding_size": hidden,
-        "feature_size": fields.integer("target_hidden_size", 2, 2**20, hidden),
-        "num_attention_heads": heads,
-        "num_key_value_heads": layer.integer("num_key_value_heads", 1, heads, heads),
-        "head_dim": _head_dim(layer, query, heads, path),
-        "intermediate_size": layer.integer("intermediate_size", 1, 2**24),
-        "rms_norm_eps": layer.number("rms_norm_eps", 1e-6),
-        "vocab_size": vocab_size,
-        "draft_vocab_size": None if scored == vocab_size else scored,
-    }
-
-
 def _fusion_norm(fields: Fields, nested: Fields) -> str:
-    joint = _flag(fields, nested, "norm_before_fc")
+    joint = nested.flag("norm_before_fc", False)
     each = fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False)
     if joint and each:
         raise fields.wrong("fc_norm", True, "false where norm_before_fc is true")
@@ -244,8 +231,9 @@ def _biases(layer: Fields, first: str, stored: Collection[str], path: str) -> di
 
 
 def _rotation(layer: Fields, head_dim: int) -> dict[str, Any]:
-    rotation = read_rope(layer, theta=10000.0, more=("dynamic", "mrope"))
-    frequencies, scale = rope_frequencies(rotation, head_dim, layer.integer("max_position_embeddings", 1, _MANY, 2048))
+    # "dynamic" scales beyond the text it was trained on alone; "mrope" has three positions, all alike in plain text.
+    rotation = read_rope(layer, theta=10000.0, as_default=("dynamic", "mrope"))
+    frequencies, scale = rope_frequencies(rotation, head_dim, layer.integer("max_position_embeddings", 1, MANY, 2048))
     plain = rotation["rope_type"] == "default"
     return {
         "rope_theta": rotation["rope_theta"],
@@ -266,31 +254,16 @@ def read_weights(
     Raises:
         ValueError: they are damaged, contradict themselves or the config.
     """
-    scored, vocab_size = published.fields["draft_vocab_size"], published.fields["vocab_size"]
-    names = {ours: published.name(ours) for ours in shapes if ours != "draft_vocabulary"}
-    wanted = {names[ours]: shape for ours, shape in shapes.items() if ours in names}
+    shapes = {name: shape for name, shape in shapes.items() if name != "draft_vocabulary"}
+    names = {ours: weights.renamed(ours, published.names) for ours in shapes}
+    stored = dict(shapes)
     if (slot := shapes.get("mask_slot.weight")) is not None:
-        wanted[published.mask] = (1, *slot) if published.mask == "mask_hidden" else slot[1:]
-    wanted |= {"d2t": (scored or vocab_size,), "t2d": (vocab_size,)}
-    tensors = read_tensors(
-        files,
-        path,
-        wanted,
-        optional=("t2d",) if scored else ("d2t", "t2d"),
-        ignored=published.ignored,
-        dtypes={"d2t": torch.int64, "t2d": torch.bool},
-    )
-    weights = {ours: tensors[theirs] for ours, theirs in names.items()}
+        stored["mask_slot.weight"] = (1, *slot) if names["mask_slot.weight"] == "mask_hidden" else slot[1:]
+    sizes = {name: published.fields[name] for name in ("vocab_size", "draft_vocab_size")}
+    found = weights.read_weights(files, path, names, stored, **sizes, ignored=published.ignored)
     if slot is not None:
-        weights["mask_slot.weight"] = weights["mask_slot.weight"].reshape(slot)
-    if scored:
-        tokens, rows = draft_tokens(path, tensors["d2t"], tensors.get("t2d"), vocab_size)
-        weights["draft_vocabulary"] = tokens
-        if "lm_head.weight" in weights:
-            weights["lm_head.weight"] = weights["lm_head.weight"][rows]
-    elif "d2t" in tensors and bool(tensors["d2t"].any()):
-        raise ValueError(f"The d2t of {path} moves tokens although the head scores all of them; fetch it again.")
-    return _with_ascending_taps(weights, published.taps)
+        found["mask_slot.weight"] = found["mask_slot.weight"].reshape(slot)
+    return _with_ascending_taps(found, published.taps)
 
 
 def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3")) -> Fields:
@@ -326,9 +299,8 @@ def read_speculators_config(fields: Fields, algorithms: tuple[str, ...]) -> dict
     return {"draft_length": length, "target_name": name if isinstance(name, str) else None}
 
 
-def _taps(fields: Fields, nested: Fields, num_layers: int, speculators: bool) -> list[int]:
+def _taps(fields: Fields, nested: Fields, num_layers: int) -> list[int]:
     """Return the indices of the target's `hidden_states`, in the order in which they are fused."""
-    default = default_feature_layers(num_layers)
     given: list[list[int]] = []
     # The last hidden state of transformers is normed, and theirs is not.
     if fields.given(_TAPS):
@@ -336,12 +308,7 @@ def _taps(fields: Fields, nested: Fields, num_layers: int, speculators: bool) ->
     if nested.given(_TAPS):
         given.append([tap + 1 for tap in nested.integers(_TAPS, 0, num_layers - 2)])
     if not given:
-        if len(default) != 3:
-            raise ValueError(
-                "EAGLE-3 heads read three different layers of their target, and this one is too small to have them; "
-                "give the target that the head was made for."
-            )
-        return default
+        return papers_taps(num_layers, "EAGLE-3 heads")
     if given[0] != given[-1]:
         raise ValueError(
             f"The config.json of this {fields.kind} contradicts itself: {_TAPS} is {given[0]} at one place and, when "
@@ -350,9 +317,24 @@ def _taps(fields: Fields, nested: Fields, num_layers: int, speculators: bool) ->
     return given[0]
 
 
-def _head_dim(layer: Fields, query: tuple[int, ...] | None, heads: int, path: str) -> int:
+def papers_taps(num_layers: int, heads: str) -> list[int]:
+    """Return the three layers that `heads` of papers read where their config.json does not say.
+
+    Raises:
+        ValueError: the target has no three different ones.
+    """
+    taps = default_feature_layers(num_layers)
+    if len(taps) != 3:
+        raise ValueError(
+            f"{heads} read three different layers of their target, and this one is too small to have them; give the "
+            "target that the head was made for."
+        )
+    return taps
+
+
+def _head_dim(layer: Fields, query: tuple[int, ...] | None, path: str) -> int:
     """Return the head dimension by the shape of the queries' projection, as some configs lack it or give another."""
-    layer.given("head_dim")
+    heads = layer.integer("num_attention_heads", 1, 4096)
     rows = query[0] if query else 0
     if not query or rows % heads or rows // heads % 2:
         raise ValueError(
@@ -360,60 +342,6 @@ def _head_dim(layer: Fields, query: tuple[int, ...] | None, heads: int, path: st
             "width; fetch them again, together with their config.json."
         )
     return rows // heads
-
-
-def _flag(fields: Fields, nested: Fields, name: str) -> bool:
-    one_of(fields, nested, (name,))
-    return fields.flag(name, False) or nested.flag(name, False)
-
-
-def _refuse_nested(nested: Fields) -> None:
-    """Refuse an `eagle_config` of anything but an EAGLE-3 head."""
-    nested.choice("use_aux_hidden_state", (True,), True)
-    nested.choice("use_input_layernorm_in_first_layer", (True,), True)
-    nested.choice("use_last_layernorm", (True,), True)
-    nested.choice("use_mtp_layernorm", (False,), False)
-    nested.choice("next_layer_regular", (True,), True)
-    nested.choice("parallel_draft_step", (0, 1), 1)
-    nested.choice("parallel_draft_heads_num_layers", (0, 1), 1)
-    nested.finish()
-
-
-def _windows(layer: Fields, layers: int) -> list[int]:
-    kinds = layer.given("layer_types")
-    window = layer.integer("sliding_window", 1, _MANY) if "sliding_window" in layer else None
-    used = layer.flag("use_sliding_window", True)
-    if kinds is None:
-        kinds = ["full_attention"] * layers
-    known = ("full_attention", "sliding_attention")
-    if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in known for kind in kinds):
-        raise layer.wrong("layer_types", kinds, f"a list of {layers} of {' and '.join(known)}")
-    slides = [kind == known[1] for kind in kinds[:layers]]
-    if any(slides) and (window is None or not used):
-        raise layer.wrong("sliding_window with use_sliding_window", None, "a window, as layer_types has sliding ones")
-    return [(window or 0) * one for one in slides] if any(slides) else []
-
-
-def draft_tokens(path: str, d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Ids of the tokens that are scored [M], ascending, and the rows of the LM head in that order.
-
-    Args:
-        d2t: [M] what is to be added to a draft token to get the target's.
-        t2d: [V] bool, which tokens are scored; None if the file does not say it again.
-
-    Raises:
-        ValueError: they are no different tokens of the vocabulary.
-    """
-    tokens = torch.arange(len(d2t)) + d2t
-    inside = (tokens >= 0) & (tokens < vocab_size)
-    if not bool(inside.all()) or len(tokens.unique()) < len(tokens):
-        raise ValueError(f"The d2t of {path} names tokens twice or beyond the vocabulary; fetch it again.")
-    if t2d is not None:
-        marked = torch.zeros_like(t2d)
-        marked[tokens] = True
-        if not torch.equal(marked, t2d):
-            raise ValueError(f"The d2t and t2d of {path} name different tokens; fetch it again.")
-    return tokens.sort()
 
 
 def _with_ascending_taps(weights: dict[str, Tensor], taps: list[int]) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+MANY = 2**31 - 1
+"""Largest whole number of a field that the target or the weights bound."""
 HARMLESS = (
     "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
     "initializer_range", "model_type", "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version",
@@ -20,18 +22,31 @@ class Fields:
     Args:
         content: of a config.json, as `read_json` gives it.
         kind: what the checkpoint is, for messages.
+        beside: further fields, which may be in `content` too if both say the same.
     """
 
-    def __init__(self, content: dict[str, Any], kind: str) -> None:
-        self._content, self.kind, self._asked = content, kind, set[str]()
+    def __init__(self, content: dict[str, Any], kind: str, beside: dict[str, Any] | None = None) -> None:
+        self._content, self.kind, self._beside, self._asked = content, kind, beside or {}, set[str]()
 
     def __contains__(self, name: str) -> bool:
         return self.given(name) is not None
 
-    def given(self, name: str) -> Any:
-        """Return the value of a field; None if it is missing."""
-        self._asked.add(name)
-        return self._content.get(name)
+    def given(self, *names: str) -> Any:
+        """Return the one value that these names have; None if they are missing.
+
+        Raises:
+            ValueError: they have several.
+        """
+        self._asked.update(names)
+        found = [place.get(name) for name in names for place in (self._content, self._beside)]
+        values = [value for value in found if value is not None]
+        other = next((value for value in values if value != values[0]), None)
+        if other is not None:
+            raise ValueError(
+                f"The config.json of this {self.kind} contradicts itself: {' and '.join(names)} are {values[0]!r} at "
+                f"one place and {other!r} at another."
+            )
+        return values[0] if values else None
 
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
         """Return a whole number; as all of these, raise a `ValueError` for anything else."""
@@ -59,24 +74,26 @@ class Fields:
 
     def flag(self, name: str, default: bool | None = None) -> bool:
         """Return True or false."""
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, value, "true or false")
-        return value
+        return bool(self.choice(name, (True, False), default))
 
     def choice(self, name: str, choices: Collection[Any], default: Any = None) -> Any:
-        """One of the `choices`, of the same type."""
+        """Return one of the `choices`, of the same type."""
         value = self._value(name, default)
         if not any(type(value) is type(one) and value == one for one in choices):
             raise self.wrong(name, value, " or ".join(json.dumps(one) for one in choices))
         return value
 
-    def part(self, name: str) -> Fields:
-        """Return the fields of an object inside; none if it is not there."""
-        value = self.given(name)
+    def part(self, *names: str, beside: Collection[str] = ()) -> Fields:
+        """Return the fields of an object inside, which has one of these names; none if it is not there.
+
+        Args:
+            names: of the object.
+            beside: names of fields that may stand inside it or next to it.
+        """
+        value, named = self.given(*names), next((name for name in names if name in self), names[0])
         if value is not None and not isinstance(value, dict):
-            raise self.wrong(name, value, "an object")
-        return Fields(value or {}, f"{self.kind}'s {name}")
+            raise self.wrong(named, value, "an object")
+        return Fields(value or {}, f"{self.kind}'s {named}", {name: self.given(name) for name in beside})
 
     def finish(self, harmless: Collection[str] = ()) -> None:
         """Raise a ValueError if there is a field that nobody asked for and that is not known to be `harmless`."""
@@ -96,29 +113,3 @@ class Fields:
     def _value(self, name: str, default: Any) -> Any:
         value = self.given(name)
         return default if value is None else value
-
-
-def place_of(outer: Fields, inner: Fields, name: str) -> Fields:
-    """Return the one of two places that has a field; it may be in both if they agree.
-
-    Raises:
-        ValueError: they do not.
-    """
-    one_of(outer, inner, (name,))
-    return inner if name in inner else outer
-
-
-def one_of(outer: Fields, inner: Fields, names: tuple[str, ...]) -> Any:
-    """Return the one value that these names have at both places; None if they are nowhere.
-
-    Raises:
-        ValueError: they have several.
-    """
-    values = [fields.given(name) for name in names for fields in (outer, inner) if name in fields]
-    other = next((value for value in values if value != values[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"The config.json of this {outer.kind} contradicts itself: {' and '.join(names)} are {values[0]!r} at one "
-            f"place and {other!r} at another."
-        )
-    return values[0] if values else None

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from hf_dart.interop.eagle3 import Published
+from hf_dart.interop.decoder_layers import read_vocabulary, read_widths
+from hf_dart.interop.eagle3 import Published, network_names, papers_taps
 from hf_dart.interop.fields import Fields
-from hf_dart.models.features import default_feature_layers
 
-_KIND = "DART head"
-_MANY = 2**31 - 1
 # Token embeddings are the target's; hf_dart 0.1 wrote the other one.
 _IGNORED = frozenset(("embed_tokens.weight", "hf_dart.norm.weight"))
 
@@ -42,38 +40,21 @@ def read_original(
     Raises:
         ValueError: a field is missing or out of range, or the head cannot belong to a target of so many layers.
     """
-    fields = Fields(content, _KIND)
+    fields = Fields(content, "DART head")
     fields.choice("hidden_act", ("silu",), "silu")
     if "rope_scaling" in fields:
         raise fields.wrong("rope_scaling", fields.given("rope_scaling"), "left out; scaled rotations are not known")
-    heads = fields.integer("num_attention_heads", 1, 4096)
-    kv_heads = fields.integer("num_key_value_heads", 1, heads, heads)
-    hidden = fields.integer("hidden_size", 2, 2**20)
-    head_dim = fields.integer("head_dim", 2, 2**14, hidden // heads)
-    dimension = fields.integer("target_hidden_size", 2, 2**20, hidden)
-    vocab_size = fields.integer("vocab_size", 2, _MANY)
-    scored = fields.integer("draft_vocab_size", 1, vocab_size)
-    layers = default_feature_layers(num_layers)
-    if len(layers) != 3:
-        raise ValueError(
-            "Heads in the format of DART's code read three different layers of their target, and this one is too "
-            "small to have them; give the target that the head was made for."
-        )
+    widths = read_widths(fields)
+    layers = papers_taps(num_layers, "Heads in the format of DART's code")
     described = {
+        **widths,
+        **read_vocabulary(fields, fields),
         "draft_length": fields.integer("draft_length", 0, 30) + 1,
         "feature_layers": layers,
-        "hidden_size": hidden,
-        "embedding_size": hidden,
-        "feature_size": dimension,
+        "embedding_size": widths["hidden_size"],
+        "feature_size": fields.integer("target_hidden_size", 2, 2**20, widths["hidden_size"]),
         "own_lm_head": True,
         "double_norm": True,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": fields.integer("intermediate_size", 1, 2**24),
-        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
         "rope_theta": fields.number("rope_theta", 10000.0),
-        "vocab_size": vocab_size,
-        "draft_vocab_size": None if scored == vocab_size else scored,
     }
-    return Published(described, layers, "midlayer", ignored=_IGNORED & shapes.keys(), mask="midlayer.mask_rep")
+    return Published(described, layers, network_names("midlayer", mask="midlayer.mask_rep"), _IGNORED & shapes.keys())

@@ -95,7 +95,7 @@ def _read_header(trie: Path) -> tuple[int, int]:
 def _chunks(trie: Path, nodes: int, chunk: int) -> Iterator[Array]:
     """Yield the heads of the nodes, without the lists of their children, `chunk` of them at a time."""
     content = np.memmap(trie, dtype=np.uint8, mode="r")
-    mapped, place = memoryview(content), _HEADER.itemsize
+    mapped, place = content.data, _HEADER.itemsize
     for first in range(0, nodes, chunk):
         begins = []
         for number in range(first, min(first + chunk, nodes)):

@@ -14,34 +14,21 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_dart.trees.vocabulary import columns_of
+from hf_dart.interop.eagle3 import network_names
+from hf_dart.interop.weights import renamed, vocabulary_maps
 
 SPECULATORS_VERSION = "0.9.0"
 """The version that reads what is written here, and that it was compared with."""
-_PARTS = {
-    "fc.weight": "fc.weight",
-    "mask_slot.weight": "mask_hidden",
-    "embedding_norm.weight": "layers.0.input_layernorm.weight",
-    "feature_norm.weight": "layers.0.hidden_norm.weight",
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
-_LAYER_PARTS = {
-    "mlp_norm.weight": "post_attention_layernorm.weight",
-    **{f"self_attn.{x}_proj.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"},
-    **{f"mlp.{x}_proj.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-}
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
           "rms_norm_eps")  # fmt: skip
-
-
-def vocabulary_maps(config: PreTrainedConfig, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`d2t` [M], what is to be added to a draft token to get the target's, and `t2d` [V], which tokens are drafted."""
-    tokens = torch.arange(config.vocab_size) if vocabulary is None else vocabulary.cpu()
-    return tokens - torch.arange(len(tokens)), columns_of(torch.arange(config.vocab_size), tokens, -1) >= 0
+# Fields that have to be as they are by default; "peagle" excludes the others.
+_UNKNOWN = (
+    "double_norm", "selector_rank", "editor", "fusion_norm", "fusion_bias", "attention_bias", "output_bias", "mlp_bias",
+    "qk_norm", "windows", "rope_frequencies", "rope_scale", "copied_layer",
+)  # fmt: skip
 
 
 def write_vllm(head: Any, folder: str | Path, *, target: PreTrainedModel, verifier: str | None = None) -> None:
@@ -72,17 +59,10 @@ def write_vllm(head: Any, folder: str | Path, *, target: PreTrainedModel, verifi
             )
         weight = lm_head.weight.detach().cpu()
         state["lm_head.weight"] = (weight if vocabulary is None else weight[vocabulary]).to(dtype)
-    names = dict(_PARTS)
-    for index in range(config.num_layers):
-        names |= {f"layers.{index}.{ours}": f"layers.{index}.{theirs}" for ours, theirs in _LAYER_PARTS.items()}
-        if index:
-            names[f"layers.{index}.input_norm.weight"] = f"layers.{index}.input_layernorm.weight"
-    if unknown := state.keys() ^ names.keys():
-        raise ValueError(f"This head has {min(unknown)} or lacks it, which vLLM's P-EAGLE does not; it is not written.")
-    tensors = {theirs: state[ours].clone() for ours, theirs in names.items()}
+    tensors = {renamed(ours, network_names()): weight.clone() for ours, weight in state.items()}
     tensors["mask_hidden"] = tensors["mask_hidden"][None]  # [1, 1, F]
     if vocabulary is not None:
-        tensors["d2t"], tensors["t2d"] = vocabulary_maps(config, vocabulary)
+        tensors |= vocabulary_maps(vocabulary, config.vocab_size)
     name = verifier or config.target_name
     if name is None:
         raise ValueError("vLLM has to be told the target; give verifier=, its Hub id or folder.")
@@ -145,20 +125,19 @@ def _refuse(config: PreTrainedConfig) -> None:
             "vLLM serves heads whose mask slots go through fc like real positions (P-EAGLE), and this head's are free "
             "vectors; train one with mask_mode='peagle'."
         )
-    has = {
-        "a selector": config.selector_rank > 0,
-        "a double final norm": config.double_norm,
-        "sliding layers": any(config.windows),
-        "scaled rotations": config.rope_frequencies is not None,
-        f"features of {len(config.feature_layers)} layers instead of 3": len(config.feature_layers) != 3,
-        f"features of layer 0 or the last ({config.feature_layers})": config.feature_layers[0] == 0
-        or config.feature_layers[-1] == config.target_num_layers,
-        f"widths that differ ({config.hidden_size}, {config.embedding_size} of embeddings, {config.feature_size} of "
-        "features)": not config.hidden_size == config.embedding_size == config.feature_size,
-    }
-    for what, applies in has.items():
-        if applies:
+    layers, last = config.feature_layers, config.target_num_layers
+    if len(layers) != 3 or layers[0] == 0 or layers[-1] == last:
+        raise ValueError(
+            f"This head reads feature_layers {layers}, and vLLM's P-EAGLE three of them, neither 0 nor the last, "
+            f"{last}; it is not written."
+        )
+    plain = type(config)()
+    known = {name: getattr(config, name) == getattr(plain, name) for name in _UNKNOWN}
+    known |= {name: getattr(config, name) == config.hidden_size for name in ("embedding_size", "feature_size")}
+    known["embeddings"] = config.embeddings != "own"
+    for name in known:
+        if not known[name]:
             raise ValueError(
-                f"This head has {what}, which vLLM's P-EAGLE does not know; it would be served as another head, so it "
-                "is not written."
+                f"This head has {name} {getattr(config, name)}, which vLLM's P-EAGLE does not know; it would be served "
+                "as another head, so it is not written."
             )

@@ -154,7 +154,6 @@ def refused(read: Callable[[], Any], words: str) -> None:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "scaled rotations": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
     "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
-    "no vocabulary": ({"draft_vocab_size": None}, "draft_vocab_size"),
     "a draft vocabulary larger than all": ({"draft_vocab_size": 49}, "draft_vocab_size"),
     "a draft too long": ({"draft_length": 31}, "draft_length"),
     "another width": ({"hidden_size": 64}, "hidden size 64"),

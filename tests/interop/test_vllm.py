@@ -126,9 +126,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "mask_mode='peagle'": {"mask_mode": "learned", "mask_token_id": None},
     "selector": {"selector_rank": 4},
     "double": {"own_lm_head": True, "double_norm": True},
-    "2 layers": {"feature_layers": [2, 4]},
-    "layer 0": {"feature_layers": [0, 4, 5]},
-    "the last": {"feature_layers": [2, 4, 8]},
+    "feature_layers [2, 4]": {"feature_layers": [2, 4]},
+    "feature_layers [0, 4, 5]": {"feature_layers": [0, 4, 5]},
+    "feature_layers [2, 4, 8]": {"feature_layers": [2, 4, 8]},
 }
 
 

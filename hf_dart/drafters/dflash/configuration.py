@@ -23,10 +23,10 @@ class DFlashShape:
         mask_token_id: whose embedding masked entries have.
         feature_layers: of the target's `hidden_states`, in the order in which they are fused.
         before_norm: the last of the target's `hidden_states` is meant as it is before the final norm.
-        hidden_size: H, also the width of the target's hidden states, embeddings and LM head.
-        num_target_layers, vocab_size: of the target; None where the format does not say.
         layers: per decoder layer, whether its block is causal, and how far back it attends: a query at q to a key at k
             if q - k <= reach (and k - q <= reach), None for everything.
+        backbone: the rest, as Qwen3 names it.
+        num_target_layers, vocab_size: of the target; None where the format does not say.
         reach_of_block: all entries of a block attend as far back as the first one, and to all of the block.
         anchor_predicts: entry i of a block predicts the token after its own position, so that a block drafts one more.
         convolution: taps and group size of the convolutions of each layer (`selectors.BlockConvolution`); or None.
@@ -35,7 +35,6 @@ class DFlashShape:
         draft_vocab_size: M, how many tokens an LM head of the drafter's own scores; None for the target's LM head.
         embedding_scale: factor on the target's embedding table.
         logit_scale, logit_cap: factor on the target's logits, then the bound c of c tanh(x / c).
-        backbone: the rest, as Qwen3 names it.
         names: how this format names tensors that ours names otherwise.
         ignored: what names of tensors begin with that are not used.
     """
@@ -43,15 +42,14 @@ class DFlashShape:
     block_size: int
     mask_token_id: int
     feature_layers: tuple[int, ...]
-    hidden_size: int
-    num_target_layers: int | None
-    vocab_size: int | None
     layers: tuple[tuple[bool, int | None], ...]
-    embedding_scale: float
-    logit_scale: float
-    logit_cap: float | None
     backbone: Qwen3Config
-    names: dict[str, str]
+    num_target_layers: int | None = None
+    vocab_size: int | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    names: dict[str, str] = dataclasses.field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     reach_of_block: bool = False
     anchor_predicts: bool = False
@@ -59,6 +57,11 @@ class DFlashShape:
     selector: tuple[str, int] | None = None
     draft_vocab_size: int | None = None
     before_norm: bool = False
+
+    @property
+    def hidden_size(self) -> int:
+        """H, also the width of the target's hidden states, embeddings and LM head."""
+        return self.backbone.hidden_size
 
     @property
     def made_for(self) -> str:

@@ -31,11 +31,10 @@ from hf_dart.drafters.layers import memory
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import attach_to
 from hf_dart.hub import card_texts
-from hf_dart.hub.checkpoint import read_tensors, weight_shapes
+from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import checkpoint_config, published_license, refuse_fields, weight_files
 from hf_dart.interop.dflash import dflash_format
-from hf_dart.interop.eagle3 import draft_tokens
-from hf_dart.interop.vllm import vocabulary_maps
+from hf_dart.interop.weights import read_weights, vocabulary_maps
 from hf_dart.models.devices import as_dtype, rows_of
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import tokenizer_beside
@@ -93,27 +92,22 @@ class DFlashDrafter(DFlashModel):
         files = weight_files(path, **where)
         stored = weight_shapes(files, path)
         theirs = {name: _published_name(name, shape.names, stored) for name in drafter.state_dict()}
-        shapes = {theirs[name]: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-        scored = shape.draft_vocab_size
-        if scored is not None and shape.vocab_size is not None:
-            shapes |= {"d2t": (scored,), "t2d": (shape.vocab_size,)}
-        tensors = read_tensors(
+        shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        weights = read_weights(
             files,
             path,
+            theirs,
             shapes,
+            vocab_size=shape.vocab_size,
+            draft_vocab_size=shape.draft_vocab_size,
+            per_token=_PER_TOKEN,
             ignored=[name for name in stored if name.startswith(shape.ignored)],
-            dtypes={"d2t": torch.int64, "t2d": torch.bool},
         )
-        weights = {name: tensors[theirs[name]] for name in theirs}
-        if scored is not None and shape.vocab_size is not None:
-            tokens, rows = draft_tokens(path, tensors["d2t"], tensors["t2d"], shape.vocab_size)
-            drafter.draft_vocabulary = tokens
-            for name in weights.keys() & _PER_TOKEN:
-                weights[name] = weights[name][rows]
+        drafter.draft_vocabulary = weights.pop("draft_vocabulary", None)
         drafter.load_state_dict(weights, assign=True, strict=False)
         drafter.requires_grad_(False)
         drafter.name_or_path, drafter._names = path, theirs
-        saved = tensors[theirs["fc.weight"]].dtype
+        saved = weights["fc.weight"].dtype
         wanted = saved if wanted == "auto" else wanted
         if target is None:
             return drafter.to(dtype=wanted or saved).eval()
@@ -135,7 +129,7 @@ class DFlashDrafter(DFlashModel):
             if name in self._names
         }
         if self.draft_vocabulary is not None:
-            tensors["d2t"], tensors["t2d"] = vocabulary_maps(self.config, self.draft_vocabulary)
+            tensors |= vocabulary_maps(self.draft_vocabulary, self.config.vocab_size)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
