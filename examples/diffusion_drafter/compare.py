@@ -29,7 +29,7 @@ from transformers.utils import logging
 from hf_dart import DartHead, DiffusionDrafter, TreeConfig
 from hf_dart.bench.exact import run
 from hf_dart.bench.speed import MODES, pad_left
-from hf_dart.bench.suites import cut_prompts, default_files
+from hf_dart.bench.suites import cut_prompts, texts
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.hub.machine import hardware, versions
 
@@ -237,7 +237,7 @@ def compare(runs: Path, settings: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(settings.threads)
     tokenizer = AutoTokenizer.from_pretrained(settings.target)
     target = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32)
-    prompts = cut_prompts(tokenizer, default_files(), settings.prompts, 96)
+    prompts = cut_prompts(tokenizer, texts()[1], settings.prompts, 96)
     counted: list[int] = []
     target.register_forward_pre_hook(lambda *_: counted.append(1))
     methods = methods_in(runs, target, tokenizer, settings.lm_lengths)

@@ -135,7 +135,7 @@ def main() -> None:
     settings = speed.Settings(
         prompts=arguments.prompts, new_tokens=arguments.new_tokens, repeats=arguments.repeats, batches=(1,)
     )
-    prompts = suites.cut_prompts(tokenizer, suites.default_files(), settings.prompts, settings.prompt_tokens)
+    prompts = suites.cut_prompts(tokenizer, suites.texts()[1], settings.prompts, settings.prompt_tokens)
 
     def progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)

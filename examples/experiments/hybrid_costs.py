@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import LookupDrafter, attach
 from hf_dart.bench import profiling
 from hf_dart.bench.pair import Pair
 from hf_dart.cache.states import states_of
+from hf_dart.drafters.base import Proposal
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.view.tables import markdown
@@ -56,6 +58,22 @@ TARGETS: dict[str, dict[str, Any]] = {
 MARKERS = "<!-- costs -->", "<!-- /costs -->"
 
 
+class AnyDraft(LookupDrafter):
+    """Drafts without a draft's cost."""
+
+    draft_length = 8
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self._logits = torch.randn(1, self.draft_length, vocabulary, generator=torch.Generator().manual_seed(0))
+
+    def propose(
+        self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
+        logits = self._logits[:, :depth]
+        return Proposal(logits, hidden=logits)
+
+
 def target(name: str) -> Any:
     """A random target in float32."""
     torch.manual_seed(0)
@@ -65,9 +83,8 @@ def target(name: str) -> Any:
 def measured(name: str, rounds: int, repeats: int) -> dict[str, Any]:
     """What `hf-dart profile` finds for one target, and how many bytes its states take per row, or per node."""
     model = attach(target(name))
-    found = profiling.measure(
-        Pair(model, LookupDrafter(), None, name, "any draft"), context=64, rounds=rounds, repeats=repeats, sizes=SIZES
-    )
+    pair = Pair(model, AnyDraft(_ALL["vocab_size"]), None, name, "any draft")
+    found = profiling.measure(pair, context=64, rounds=rounds, repeats=repeats, sizes=SIZES)
     outputs = model(torch.arange(2, 6)[None], use_cache=True)
     states = states_of(outputs[CACHE]).values()
     return {

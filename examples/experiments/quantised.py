@@ -149,7 +149,7 @@ def main() -> None:
                         refused = "refused: " + str(error.__cause__).partition("; call generate without")[0]
                     results.append({"quantisation": name, "dtype": dtype, "refused": refused})
                     continue
-                text, files = texts(None)
+                text, files = texts()
                 prompts = cut_prompts(pair.tokenizer, files, 2, 32)
                 words = arguments.new_tokens
                 settings = Settings(prompts=2, prompt_tokens=32, new_tokens=words, repeats=1, batches=(1, 2))

@@ -9,19 +9,16 @@ from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
-from hf_dart.drafters.base import Proposal
-from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARMUP = 4  # tokens
-_DEPTH = 8  # draft length if the drafter has none of its own
+_LONGEST = 8  # levels of a chain whose cost is measured, at most
 _STOCK, _CHAIN, _BUSHY = "stock", "chain", "bushy"  # names of the ways that are no tree size
 
 
@@ -50,25 +47,6 @@ class Profile:
         return {"verify_costs": self.verify, "draft_cost": self.draft, **levels}
 
 
-class _AnyDraft(LookupDrafter):
-    """Placeholder for a drafter of copied text, which has nothing to fill a tree of a given size with."""
-
-    def __init__(self, vocabulary: int, device: torch.device) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        self._logits = torch.randn(1, self.draft_length, vocabulary, generator=generator).to(device)
-
-    @property
-    def draft_length(self) -> int:
-        return _DEPTH
-
-    def propose(  # type: ignore[override]
-        self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
-    ) -> Proposal:
-        logits = self._logits[:, :depth]
-        return Proposal(logits, hidden=logits)
-
-
 def measure(
     pair: Pair,
     *,
@@ -85,7 +63,7 @@ def measure(
     (growth, walk, masks) is part of its cost. The results are rounded.
 
     Args:
-        pair: target and head.
+        pair: target and head, which drafts text of its own: copied text fills no tree of a given size.
         depth: of the drafts, which cost autoregressive heads a pass each; None is what the head's own trees have.
         context: tokens of a random prompt.
         rounds: about how many are timed at a time.
@@ -97,17 +75,17 @@ def measure(
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     endless = copy.deepcopy(pair.model.generation_config)
     endless.do_sample, endless.eos_token_id = False, None
-    head = pair.head if pair.head.draft_length else _AnyDraft(vocabulary, pair.model.device)
+    head = pair.head
     levels = takes_levels(pair.model)
     # If levels are computed one by one, each has a cost of its own: sizes are measured on one level, and a level costs
     # what a chain costs more than as many nodes on one level.
-    flat = TreeConfig(depth=1, lookup=0, top_k=min(max(sizes[-1], _DEPTH), vocabulary))
+    flat = TreeConfig(depth=1, lookup=0, top_k=min(max(sizes[-1], _LONGEST), vocabulary))
     depth = depth or head.tree_config.depth
     trees: dict[str | int, TreeConfig] = {
         size: replace(flat, nodes=size) if levels else TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16)
         for size in sizes
     }
-    longest = min(_DEPTH, head.draft_length)
+    longest = min(_LONGEST, head.draft_length)
     if has_level := levels and longest > 1:
         trees |= {_CHAIN: TreeConfig.chain(longest), _BUSHY: replace(flat, nodes=longest + 1)}
 

@@ -70,58 +70,38 @@ def _json_lines(file: Path) -> Iterator[Any]:
 def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
     """Token ids of one row; none if it asks nothing."""
     known = (*_CONVERSATIONS, *_TEXTS, *_REQUESTS)
-    fields = row if isinstance(row, dict) else {}
-    field = next((one for one in known if fields.get(one) is not None), None)
+    field = next((one for one in known if isinstance(row, dict) and row.get(one) is not None), None)
     if field is None:
         raise UserError(f"A row of {name!r} has none of the fields {', '.join(known)}; name one of them so.")
-    value = fields[field]
-    if field in _CONVERSATIONS:
-        messages = _turns(value, name)
-    elif not isinstance(value, str):
-        raise UserError(f"The field {field!r} of {name!r} holds {type(value).__name__}, not text; fix it.")
-    elif field in _TEXTS:
-        return tokenizer(check_text(value, f"A prompt of {name!r}"))["input_ids"]
-    else:
-        messages = [{"role": "user", "content": value}]
-    if not messages:
-        return []
-    if tokenizer.chat_template:
-        from hf_dart.training.data.chat import apply_template
+    text, framed = row[field], False
+    if field not in _TEXTS:
+        from hf_dart.training.data.chat import apply_template, as_messages
 
         with as_user_error(about=f"A conversation of {name!r} cannot be read"):
-            text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer(check_text(text, f"A conversation of {name!r}"), add_special_tokens=False)["input_ids"]
-    return tokenizer(check_text(messages[-1]["content"], f"A message of {name!r}"))["input_ids"]
+            messages = as_messages(text if field in _CONVERSATIONS else [{"role": "user", "content": text}])
+            while messages and messages[-1]["role"] != "user":
+                messages.pop()
+            if not messages:
+                return []
+            text, framed = messages[-1].get("content"), bool(tokenizer.chat_template)
+            if framed:
+                text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
+    if not isinstance(text, str):
+        raise UserError(f"The field {field!r} of {name!r} holds no text; fix it.")
+    return tokenizer(check_text(text, f"A row of {name!r}"), add_special_tokens=not framed)["input_ids"]
 
 
-def _turns(value: Any, name: str) -> list[dict[str, Any]]:
-    """Return the conversation up to what the user says last."""
-    from hf_dart.training.data.chat import as_messages
+def texts(files: list[Path] | None = None) -> tuple[str, list[Path]]:
+    """Return the name of the text of a measurement, and its files.
 
-    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise UserError(f"A conversation of {name!r} is no list of messages with 'role' and 'content'; fix it.")
-    with as_user_error(about=f"A conversation of {name!r} cannot be read"):
-        messages = as_messages(value)
-    while messages and messages[-1]["role"] != "user":
-        messages.pop()
-    if messages and not isinstance(messages[-1].get("content"), str):
-        raise UserError(f"A message of {name!r} has no text in 'content'; fix it.")
-    return messages
-
-
-def texts(files: list[Path] | None) -> tuple[str, list[Path]]:
-    """Return the name of the text of a measurement, and its files: without any, those of `default_files`."""
-    if files is None:
-        return "pytest's source", default_files()
-    return ", ".join(path.name for path in files), files
-
-
-def default_files() -> list[Path]:
-    """Source files of the installed pytest, which the packaged pair has never seen.
+    Args:
+        files: None stands for the source of the installed pytest, which the packaged pair has never seen.
 
     Raises:
         UserError: pytest is not installed.
     """
+    if files is not None:
+        return ", ".join(path.name for path in files), files
     spec = find_spec("_pytest")
     if spec is None or not spec.submodule_search_locations:
         raise UserError(
@@ -129,7 +109,7 @@ def default_files() -> list[Path]:
             "--text; audit: prompts)."
         )
     found = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
-    return [path for path in found if path.stat().st_size >= _SMALLEST]
+    return "pytest's source", [path for path in found if path.stat().st_size >= _SMALLEST]
 
 
 def cut_prompts(tokenizer: Any, files: list[Path], count: int, length: int) -> list[list[int]]:

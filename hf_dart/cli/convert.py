@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.pair import load_head
-from hf_dart.cli.common import positive, say
+from hf_dart.cli.common import say
 from hf_dart.errors import UserError, as_user_error
 from hf_dart.hub.loading import DTYPES, PACKAGED_TARGET, load_target, read_tokenizer
 
@@ -27,7 +27,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="dtype to write (default: as the head was saved)")
     parser.add_argument("--verifier", metavar="ID", help="for --to vllm: where it finds the target (default: --target)")
     parser.add_argument("--tokenizer", help="with --to ngram: the target's (default: the packaged target's)")
-    parser.add_argument("--chunk", type=positive, help="nodes of a trie that are held in memory (default: 1048576)")
     parser.set_defaults(command=_run)
 
 
@@ -70,8 +69,7 @@ def _convert_head(arguments: argparse.Namespace) -> None:
 
 
 def _convert_ngrams(arguments: argparse.Namespace) -> None:
-    from hf_dart.interop.trie import CHUNK, read_trie
+    from hf_dart.interop.trie import read_trie
 
     tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
-    chunk = arguments.chunk or CHUNK
-    read_trie(arguments.source, arguments.out, tokenizer=tokenizer, chunk=chunk, progress=say)
+    read_trie(arguments.source, arguments.out, tokenizer=tokenizer, progress=say)

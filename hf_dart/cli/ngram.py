@@ -15,8 +15,6 @@ from hf_dart.hub.loading import PACKAGED_TARGET, read_tokenizer
 if TYPE_CHECKING:
     from hf_dart.trees.ngram import NgramTable
 
-_TOKEN_TYPES = ("uint16", "uint32", "int32", "int64")
-
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("ngram", help="count n-grams of a corpus, by which trees are scored")
@@ -26,9 +24,8 @@ def add(commands: Any) -> None:
     build.add_argument("table", type=Path, help="the file to write")
     corpus = build.add_mutually_exclusive_group(required=True)
     corpus.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one document per file")
-    corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids one after the other: .npy, or raw")
+    corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids in a row: .npy, or raw uint16")
     corpus.add_argument("--dataset", metavar="NAME", help="files, a folder, or NAME[:CONFIG[:SPLIT]] of the Hub")
-    build.add_argument("--token-type", choices=_TOKEN_TYPES, help="dtype of raw ids (default: uint16)")
     build.add_argument("--column", default="text", help="field of texts or token ids (default: %(default)s)")
     build.add_argument("--tokenizer", help="the target's, a folder or a Hub id (default: the packaged target's)")
     build.add_argument("--order", type=positive, default=3, help="length of the longest n-grams (default: %(default)s)")
@@ -117,15 +114,17 @@ def _describe(table: NgramTable) -> None:
 
 
 def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
+    import numpy as np
+
     if arguments.text is not None:
         return map(read_text, arguments.text)
     if arguments.tokens is not None:
-        if arguments.token_type is None and vocabulary > 2**16 and arguments.tokens.suffix != ".npy":
-            raise UserError(
-                f"16 bits do not hold the ids of {vocabulary} tokens; say with --token-type what "
-                f"{str(arguments.tokens)!r} holds."
-            )
-        return _ids(arguments.tokens, arguments.token_type or "uint16")
+        if vocabulary > 2**16 and arguments.tokens.suffix != ".npy":
+            raise UserError(f"16 bits do not hold the ids of {vocabulary} tokens; save them as a .npy file.")
+        with as_user_error(Exception, about=f"Cannot read {str(arguments.tokens)!r} as token ids"):
+            if arguments.tokens.suffix == ".npy":
+                return np.load(arguments.tokens, mmap_mode="r", allow_pickle=False).reshape(-1)
+            return np.memmap(arguments.tokens, dtype="uint16", mode="r")
     from hf_dart.training.data.documents import open_source
 
     source = open_source([arguments.dataset], streaming=True)
@@ -135,13 +134,3 @@ def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
             "name one of them with --column."
         )
     return source.documents
-
-
-def _ids(path: Path, token_type: str) -> Any:
-    import numpy as np
-
-    about = f"Cannot read {str(path)!r} as token ids"
-    with as_user_error(Exception, about=about):  # NumPy has a header tokenized as Python
-        if path.suffix == ".npy":
-            return np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
-        return np.memmap(path, dtype=token_type, mode="r")

@@ -29,11 +29,17 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError("--save writes into a head's own folder: give one with --head.")
     common.check_file(config if arguments.save else None)
     from hf_dart.bench import profiling
+    from hf_dart.drafters.trained import TrainedDrafter
     from hf_dart.hub.machine import hardware, versions
     from hf_dart.view.tables import markdown
 
     pair = common.load(arguments)
-    if arguments.save and not _keeps_trees(config, pair.head):
+    if not pair.head.draft_length:
+        raise UserError("Copied text costs nothing to draft; name a head with --head.")
+    content = json.loads(config.read_text(encoding="utf8")) if arguments.save else {}
+    if arguments.save and not (
+        isinstance(pair.head, TrainedDrafter) and content.get("model_type") == pair.head.config.model_type
+    ):
         raise UserError("--save writes into heads of hf_dart's own format; this is another, so give --json instead.")
     found = profiling.measure(pair, progress=common.say)
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
@@ -50,20 +56,9 @@ def _run(arguments: argparse.Namespace) -> int:
     times = {"token_ms": found.token_ms, "plain_ms": found.plain_ms}
     common.write_json(arguments.json, {**about, **times, **found.settings})
     if arguments.save:
-        content = json.loads(config.read_text(encoding="utf8"))
         content["tree"] = {**content.get("tree", {}), **found.settings}
         content["tree"].pop("nodes", None)
-        # Written atomically.
-        new = config.with_name(f"{config.name}.new")
-        with common.writing(config):
-            new.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")
-            new.replace(config)
+        new = config.with_name(f"{config.name}.new")  # so that a full disk leaves the old one
+        common.write_json(new, content)
+        new.replace(config)
     return 0
-
-
-def _keeps_trees(config: Path, head: Any) -> bool:
-    """Return True if the head reads its trees from there; heads of other projects do not."""
-    from hf_dart.drafters.trained import TrainedDrafter
-
-    kind = json.loads(config.read_text(encoding="utf8")).get("model_type")
-    return isinstance(head, TrainedDrafter) and kind == head.config.model_type

@@ -32,7 +32,6 @@ def add(commands: Any) -> None:
     data.add_argument("--text-field", metavar="NAME", help="the field that holds the text (default: text)")
     data.add_argument("--messages-field", metavar="NAME", help="the field that holds conversations (default: messages)")
     data.add_argument("--streaming", action="store_true", help="read in order while writing, instead of shuffled")
-    data.add_argument("--cache-dir", metavar="FOLDER", help="cache folder of the datasets library")
     data.add_argument("--chat-template", metavar="FILE", help="chat template to use instead of the tokenizer's")
     data.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="passed to the chat template")
 
@@ -88,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
         datasets_library().disable_progress_bars()
         shape = common.given(arguments, ("length", "new_tokens", "batch_size", "seed"))
         settings = RegenerateSettings(prefix=tuple(arguments.prefix), mixture=_mixture(arguments), **shape)
-        fields = common.given(arguments, ("text_field", "messages_field", "streaming", "cache_dir", "chat_template"))
+        fields = common.given(arguments, ("text_field", "messages_field", "streaming", "chat_template"))
         thinking = arguments.thinking
         data = DataArguments(train_data=arguments.data, enable_thinking=thinking, train_on="all", **fields)
         sources = open_sources(data, tokenizer, arguments.seed)

@@ -17,17 +17,13 @@ def add(commands: Any) -> None:
     parser.add_argument("--host", default="localhost", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
     parser.add_argument("--enable-cors", action="store_true", help="answer pages of other origins too")
-    parser.add_argument("--seed", type=common.seed, help="seed of torch's generator when the server starts")
     parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     app = build_app(common.load(arguments), enable_cors=arguments.enable_cors)
-    import torch
     import uvicorn
 
-    if arguments.seed is not None:
-        torch.manual_seed(arguments.seed)
     uvicorn.Server(uvicorn.Config(app, host=arguments.host, port=arguments.port)).run()
     return 0
 

@@ -52,9 +52,9 @@ def test_a_server_without_its_packages(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert "install hf-dart[serve]" in capsys.readouterr().err
 
 
-def test_commands_about_weights_need_a_head(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--target", TARGET]) == 2
-    assert "name it with --head." in capsys.readouterr().err
+def test_costs_are_those_of_a_head(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--target", TARGET]) == 2
+    assert "name a head with --head." in capsys.readouterr().err
 
 
 def test_a_head_alone_brings_the_target_of_its_training(tmp_path: Path) -> None:

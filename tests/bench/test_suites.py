@@ -67,10 +67,10 @@ def test_a_chat_template_frames_requests(tmp_path: Path) -> None:
         ("{", "Line 1 of .* is not JSON"),
         ("[" * 100_000, "Line 1 of .* is not JSON"),
         ("3", "has none of the fields"),
-        ('{"prompt": 3}', "holds int, not text"),
-        ('{"messages": "hello"}', "no list of messages"),
+        ('{"prompt": 3}', "holds no text"),
+        ('{"messages": "hello"}', "These are no messages"),
         ('{"messages": [{"content": "hello"}]}', "cannot be read"),
-        ('{"messages": [{"role": "user", "content": [1]}]}', "no text in 'content'"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "holds no text"),
         ('{"messages": []}', "has 0 prompts"),
         ('{"prompt": "import os"}', "ask for fewer"),
     ],
@@ -96,4 +96,4 @@ def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_without_pytest_the_text_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suites, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="name files with --text"):
-        suites.default_files()
+        suites.texts()

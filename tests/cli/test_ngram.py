@@ -54,8 +54,8 @@ def test_build_merge_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     np.save(ids, np.array([1, 2, 0, 1, 2, 0]))
     assert main(["ngram", "build", first, "--tokens", ids]) == 0
     assert unpacked(NgramTable.load(first)) == by_hand([[1, 2, 0]] * 2, 3)
-    np.array([1, 2, 0], dtype=np.uint32).tofile(tmp_path / "raw")
-    assert main(["ngram", "build", first, "--tokens", str(tmp_path / "raw"), "--token-type", "uint32"]) == 0
+    np.array([1, 2, 0], dtype=np.uint16).tofile(tmp_path / "raw")
+    assert main(["ngram", "build", first, "--tokens", str(tmp_path / "raw")]) == 0
     assert NgramTable.load(first).tokens == 3
 
 
@@ -87,11 +87,11 @@ def test_ids_of_16_bits_hold_no_large_vocabulary(tmp_path: Path, capsys: pytest.
     PreTrainedTokenizerFast(tokenizer_object=large, eos_token="t0").save_pretrained(tmp_path / "tokenizer")
     ids = np.array([1, 2**16, 0, 1, 2**16, 0], dtype=np.uint32)
     ids.tofile(tmp_path / "raw")
-    words = ["ngram", "build", str(tmp_path / "t"), "--tokens", str(tmp_path / "raw")]
-    words += ["--tokenizer", str(tmp_path / "tokenizer")]
-    assert main(words) == 2
-    assert "say with --token-type what" in capsys.readouterr().err
-    assert main([*words, "--token-type", "uint32"]) == 0
+    np.save(tmp_path / "ids.npy", ids)
+    words = ["ngram", "build", str(tmp_path / "t"), "--tokenizer", str(tmp_path / "tokenizer"), "--tokens"]
+    assert main([*words, str(tmp_path / "raw")]) == 2
+    assert "save them as a .npy file" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "ids.npy")]) == 0
     assert unpacked(NgramTable.load(tmp_path / "t")) == by_hand([[1, 2**16, 0]] * 2, 3)
 
 
