@@ -22,7 +22,6 @@ from hf_dart.cli.common import (
     load,
     pair_options,
     positive,
-    progress_bar,
     say,
     set_threads,
     show,
@@ -170,19 +169,16 @@ def main(words: Sequence[str] | None = None) -> int:
     names = ("prompts", "prompt_tokens", "new_tokens", "repeats", "batches")
     settings = speed.Settings(**given(arguments, names))
     text, files = suites.texts(arguments.text)
-    pair = load(arguments, trained=True)
+    pair = load(arguments)
     others = {Path(path).name: load_head(path, pair.model, pair.tokenizer) for path in arguments.others}
     prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
     costs = profiling.measure(pair, progress=say) if arguments.profile else None
     ways = draft_methods(pair.head, arguments.nodes, costs) | of_others(others, arguments.nodes)
     methods = {name: way.options for name, way in ways.items()}
     modes = {mode: speed.MODES[mode] for mode in arguments.modes}
-    with progress_bar() as advance:
-        measurements = speed.measure(pair, prompts, settings, methods, advance, modes)
+    measurements = speed.measure(pair, prompts, settings, methods, modes, quiet=False)
     content = {
-        **report.circumstances(
-            pair, settings, text, ["python", *(sys.argv if words is None else words)], pair.head.tree_config
-        ),
+        **report.circumstances(pair, settings, text, ["python", *(sys.argv if words is None else words)]),
         "drafts": {name: way.describe() for name, way in ways.items()},
         **({} if costs is None else {"costs": asdict(costs)}),
         "results": report.results(measurements),

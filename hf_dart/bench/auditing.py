@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
 
@@ -11,21 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_dart.bench.exact import (
-    LOW_PRECISION_ULPS,
-    NEAR_TIE,
-    Difference,
-    Run,
-    differences,
-    run,
-    run_differences,
-    verdict,
-)
+from hf_dart.bench.exact import LOW_PRECISION_ULPS, NEAR_TIE, Difference, Run, differences, run, verdict
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.quantised import rounding_of
-from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import Verdict, headline, markdown
 
 _MODES = ("greedy", "sampled, T=1")
@@ -51,7 +41,6 @@ def audit(
     pair: Pair,
     prompts: list[list[int]],
     settings: Settings,
-    tree_config: TreeConfig | None = None,
     progress: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
     """Run all prompts with and without the head, greedy and sampled, one by one and in one padded batch of all.
@@ -59,7 +48,6 @@ def audit(
     Args:
         prompts: token ids, two prompts or more.
         settings: their `new_tokens` and `seed` are used.
-        tree_config: replaces the head's own.
 
     Returns:
         For JSON. passed: whether no drafted run differs at more than a near-tie and each leaves the generator as
@@ -69,35 +57,33 @@ def audit(
         the batch against stock alone: what a change of shapes does without any drafts.
     """
     model, seed = pair.model, settings.seed
-    drafting = {"assistant": pair.head, **({} if tree_config is None else {"tree_config": tree_config})}
-    together = pad_left(prompts, pad_token(pair), model.device)
     verdicts: list[Verdict] = []
+
+    def both(inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Run, list[Difference | None]]:
+        stock = run(model, inputs, options, seed)
+        drafted = run(model, inputs, {**options, "assistant": pair.head}, seed)
+        found = differences(stock, drafted)
+        verdicts.append(verdict(found, stock, drafted))
+        return stock, found
+
+    together = pad_left(prompts, pad_token(pair), model.device)
     findings = []
     for mode in _MODES:
         progress(mode)
         options = {**MODES[mode], "max_new_tokens": settings.new_tokens}
-
-        def both(inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Run, list[Difference | None]]:
-            stock, drafted = run(model, inputs, options, seed), run(model, inputs, {**options, **drafting}, seed)
-            found = run_differences(model, inputs, options, seed, stock, drafted)
-            verdicts.append(verdict(found, stock, drafted))
-            return stock, found
-
         batch, batched = both(together, options)
         if options["do_sample"]:
             coupled = LogitsProcessorList([_SampleWhenGreedy(seed, batch.sequences.device)])
             greedy = {"do_sample": False, "max_new_tokens": settings.new_tokens, "logits_processor": coupled}
             batch = run(model, together, greedy, seed)
-        columns = together["input_ids"].shape[1]
-        for number, prompt in enumerate(prompts):
-            inputs = pad_left([prompt], 0, model.device)
-            stock, alone = both(inputs, options)
-            text = stock.sequences[:, len(prompt) :]
-            in_batch = batch.sequences[number : number + 1, columns : columns + text.shape[1]]
-            control = differences(model, inputs, options, seed, text, in_batch)
-            parted = {"drafted": alone[0], "drafted_batch": batched[number], "control": control[0]}
+        for row, prompt in enumerate(prompts):
+            stock, alone = both(pad_left([prompt], 0, model.device), options)
+            in_batch = batch.generated[row : row + 1, : stock.generated.shape[1]]
+            text = torch.cat([stock.inputs["input_ids"], in_batch], dim=1)
+            control = differences(stock, replace(stock, sequences=text))
+            parted = {"drafted": alone[0], "drafted_batch": batched[row], "control": control[0]}
             entries = {name: _entry(one) for name, one in parted.items()}
-            findings.append({"mode": mode, "prompt": number + 1, **entries})
+            findings.append({"mode": mode, "prompt": row + 1, **entries})
     attention = TreeAttention(model)
     whole = sum(verdicts, Verdict())
     # After a difference the generator need not be where stock leaves it.
@@ -152,15 +138,9 @@ def _entry(one: Difference | None) -> dict[str, Any] | None:
     """Return a difference for JSON, which has no infinite numbers: the gap of an end at another place is None."""
     if one is None:
         return None
-    gap, top2 = (gap if isfinite(gap) else None for gap in (one.gap, one.top2))
-    return {
-        "token": one.position + 1,
-        "near_tie": one.near_tie,
-        "gap": gap,
-        "gap_ulp": None if gap is None else gap / one.ulp,
-        "top2_ulp": None if top2 is None else top2 / one.ulp,
-        "ulp": one.ulp,
-    }
+    gap = one.gap if isfinite(one.gap) else None
+    ulps = None if gap is None else gap / one.ulp
+    return {"token": one.position + 1, "near_tie": one.near_tie, "gap": gap, "gap_ulp": ulps, "ulp": one.ulp}
 
 
 def _cell(one: dict[str, Any] | None, like: str) -> str:

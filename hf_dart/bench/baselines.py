@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from itertools import chain, count
 from typing import Any
 
 from torch import nn
@@ -26,7 +25,6 @@ _LOOKUP_TOKENS = 10
 
 def methods(
     pair: Pair,
-    tree: TreeConfig,
     names: Sequence[str] = ("lookup", "tree"),
     assistant_model: Any = None,
     drafters: Sequence[Any] = (),
@@ -34,7 +32,6 @@ def methods(
     """Options of `generate` by method, stock's own first.
 
     Args:
-        tree: of the pair's head.
         names: "compiled" (stock's static cache and `torch.compile`), "lookup" (stock's prompt lookup, left out for
             targets with running states, for which stock has none), "copies" (our `LookupDrafter`), "chain", "tree", the
             head as it comes, and "engine", the same in compiled rounds.
@@ -60,15 +57,17 @@ def methods(
     if "copies" in names:
         found[f"{OURS}, copies alone"] = {"assistant": LookupDrafter()}
     if "chain" in names and head.draft_length:  # copied text is a chain
-        found[f"{OURS}, chain"] = {"assistant": head, "tree_config": TreeConfig.chain(tree.depth or head.draft_length)}
+        chain = TreeConfig.chain(head.tree_config.depth or head.draft_length)
+        found[f"{OURS}, chain"] = {"assistant": head, "tree_config": chain}
     if "tree" in names:
-        found[OURS] = {"assistant": head, "tree_config": tree}
+        found[OURS] = {"assistant": head}
     if "engine" in names:
         captured = copy.deepcopy(head)
         compile(pair.model, captured)
-        found[ENGINE] = {"assistant": captured, "tree_config": tree}
+        found[ENGINE] = {"assistant": captured}
     for drafter in drafters:
-        found[f"{OURS}, {_name(drafter, found)}"] = {"assistant": drafter}
+        name = f"{OURS}, {shown_name(drafter.name_or_path)}"
+        found[f"{OURS}, {drafter.name_or_path}" if name in found else name] = {"assistant": drafter}
     return found
 
 
@@ -107,10 +106,3 @@ def parameters(methods: dict[str, dict[str, Any]]) -> dict[str, int]:
 def is_ours(options: dict[str, Any]) -> bool:
     """Return True if a drafter of ours takes part."""
     return isinstance(options.get("assistant"), Drafter)
-
-
-def _name(drafter: Any, taken: dict[str, Any]) -> str:
-    """Return the name of its folder, with a number after a name that occurs twice."""
-    name = shown_name(drafter.name_or_path)
-    names = chain([name], (f"{name} {number}" for number in count(2)))
-    return next(one for one in names if f"{OURS}, {one}" not in taken)

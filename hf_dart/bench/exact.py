@@ -1,4 +1,4 @@
-"""One timed `generate` call, whether two of them gave the same, and how repetitive that is."""
+"""Timed `generate` calls, whether two of them gave the same, and how repetitive that is."""
 
 from __future__ import annotations
 
@@ -28,19 +28,29 @@ LOW_PRECISION_ULPS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """The result of one call, and what it left.
+    """One call of `generate` after seeding, and what came of it.
 
     Attributes:
+        model, inputs, options, seed: the call; inputs are `input_ids` and `attention_mask` [B, P].
         sequences: [B, P + T].
         seconds: wall time of the call.
         generator: state of the default generator afterwards.
         stats: what the drafter did; None for calls without one.
     """
 
+    model: PreTrainedModel
+    inputs: dict[str, Tensor]
+    options: dict[str, Any]
+    seed: int
     sequences: Tensor
     seconds: float
     generator: Tensor
     stats: DraftStats | None
+
+    @property
+    def generated(self) -> Tensor:
+        """The sequences without their prompts: [B, T]."""
+        return self.sequences[:, self.inputs["input_ids"].shape[1] :]
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int = 0) -> Run:
@@ -49,7 +59,8 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, An
     torch.manual_seed(seed)
     seconds, sequences = timed(device, lambda: model.generate(**inputs, **options))
     drafter = options.get("assistant")
-    return Run(sequences, seconds, generator_state(device), None if drafter is None else drafter.last_stats)
+    stats = None if drafter is None else drafter.last_stats
+    return Run(model, inputs, options, seed, sequences, seconds, generator_state(device), stats)
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
@@ -74,94 +85,66 @@ class Difference:
         position: of the first generated token that differs.
         gap: how much better stock's own token was than the one written instead, in its processed logits, or in
             log(p / noise) when sampling; inf where a run goes on and the other has stopped.
-        top2: the same of stock's two best tokens.
         ulp: one unit in the last place of the top logit there, in the model's dtype, or in what it rounds like.
         allowed: the largest gap that counts as a near-tie.
     """
 
     position: int
     gap: float
-    top2: float
     ulp: float
     allowed: float
 
     @property
     def near_tie(self) -> bool:
-        """True if stock's own two best choices are no further apart than is allowed."""
+        """True if the two choices are no further apart than is allowed."""
         return self.gap <= self.allowed
 
 
+def compare(stock: Run, other: Run) -> Verdict:
+    """Compare a run with stock's, token for token and in the state of the generator."""
+    return verdict(differences(stock, other), stock, other)
+
+
 def verdict(found: list[Difference | None], stock: Run, other: Run) -> Verdict:
-    """Return the verdict on two runs whose `run_differences` are `found`."""
+    """Return the verdict on two runs whose `differences` are `found`."""
     ties = sum(one is not None and one.near_tie for one in found)
     apart = sum(one is not None for one in found) - ties
     return Verdict(len(found), ties, apart, torch.equal(stock.generator, other.generator))
 
 
-def differences(
-    model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Tensor, other: Tensor
-) -> list[Difference | None]:
-    """Return the first difference of each row; None for rows that agree as far as both go.
+def differences(stock: Run, other: Run) -> list[Difference | None]:
+    """Find the first difference of each row, None where there is none; an end at another place is one too.
 
-    Args:
-        options: those of the stock run; where tokens differ it is repeated, to see how close its choices were.
-        stock, other: [B, T] generated tokens, the prompts left out; their lengths may differ.
+    Where tokens differ, the stock run is repeated, to see how close its choices were.
     """
-    positions = [_first_difference(left, right) for left, right in zip(stock, other, strict=True)]
-    if not any(position is not None for position in positions):
-        return [None] * len(positions)
-    torch.manual_seed(seed)
-    told = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    if torch.equal(stock.sequences, other.sequences):
+        return [None] * len(stock.sequences)
+    shared = min(stock.generated.shape[1], other.generated.shape[1])
+    apart = stock.generated[:, :shared] != other.generated[:, :shared]
+    if not apart.any():
+        # One row's near-tie may change how much padding follows the others, and nothing else.
+        return [Difference(shared, gap=inf, ulp=0.0, allowed=0.0), *[None] * (len(apart) - 1)]
+    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    torch.manual_seed(stock.seed)
+    told = stock.model.generate(**stock.inputs, **stock.options, **kept)
     # Stock returns logits in float32, whatever the model's dtype.
-    dtype = coarsest(narrow_dtype(torch.stack(told.logits)) or model.dtype, rounding_of(model))
+    dtype = coarsest(narrow_dtype(torch.stack(told.logits)) or stock.model.dtype, rounding_of(stock.model))
     found: list[Difference | None] = []
-    for row, position in enumerate(positions):
-        if position is None:
+    for row, differs in enumerate(apart):
+        if not differs.any():
             found.append(None)
             continue
+        position = int(differs.nonzero()[0])
         scores = told.scores[position].float()
-        if options.get("do_sample"):
-            torch.manual_seed(seed)
+        if stock.options.get("do_sample"):
+            torch.manual_seed(stock.seed)
             for _ in range(position + 1):
                 noise = torch.empty_like(scores).exponential_(1)
             scores = scores.log_softmax(-1) - noise.log()
         top = float(told.logits[position][row].max())
-        best, second = scores[row].topk(2).values.tolist()
-        gap = best - float(scores[row, other[row, position]])
-        found.append(Difference(position, gap, best - second, ulp(dtype, top), tolerance(dtype, top)))
+        gap = float(scores[row].max() - scores[row, other.generated[row, position]])
+        found.append(Difference(position, gap, ulp(dtype, top), tolerance(dtype, top)))
     return found
-
-
-def compare(
-    model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Run, other: Run
-) -> Verdict:
-    """Compare a run with stock's, token for token and in the state of the generator.
-
-    Args:
-        options: those of the stock run; where tokens differ it is repeated, to see how close its choice was.
-    """
-    return verdict(run_differences(model, inputs, options, seed, stock, other), stock, other)
-
-
-def run_differences(
-    model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Run, other: Run
-) -> list[Difference | None]:
-    """`differences` of whole runs: an end at another place is one too."""
-    if torch.equal(stock.sequences, other.sequences):
-        return [None] * len(stock.sequences)
-    prompt = inputs["input_ids"].shape[1]
-    found = differences(model, inputs, options, seed, stock.sequences[:, prompt:], other.sequences[:, prompt:])
-    # One row's near-tie may change how much padding follows the others, and nothing else.
-    if not any(found):
-        shorter = min(stock.sequences.shape[1], other.sequences.shape[1]) - prompt
-        found[0] = Difference(shorter, gap=inf, top2=inf, ulp=0.0, allowed=0.0)
-    return found
-
-
-def _first_difference(left: Tensor, right: Tensor) -> int | None:
-    shared = min(len(left), len(right))
-    apart = (left[:shared] != right[:shared]).nonzero()
-    return int(apart[0]) if len(apart) else None
 
 
 def tolerance(dtype: torch.dtype, logit: float) -> float:

@@ -15,20 +15,16 @@ from hf_dart.bench.exact import repeated_4grams
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Measurement
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import STOCK
 
 
-def circumstances(
-    pair: Pair, settings: Any, text: str, command: Sequence[str], tree: TreeConfig | None = None
-) -> dict[str, Any]:
-    """All that a figure of a pair depends on: versions, hardware, dtype, threads, text, settings.
+def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) -> dict[str, Any]:
+    """All that a figure of a pair depends on: versions, hardware, dtype, threads, text, settings, the head's trees.
 
     Args:
-        settings: a dataclass; with a `tree`, a `speed.Settings`.
-        tree: drafted in all of the run, told with its number of nodes by batch size.
+        settings: a dataclass.
     """
-    found = {
+    return {
         "command": shlex.join(command),
         "versions": versions(),
         "hardware": hardware(pair.model.device),
@@ -42,11 +38,8 @@ def circumstances(
         "head_parameters": pair.head_parameters,
         "text": text,
         "settings": asdict(settings),
+        "tree": asdict(pair.head.tree_config),
     }
-    if tree is not None:
-        nodes = {str(batch): tree.resolve_nodes(batch, pair.model.device.type) for batch in settings.batches}
-        found |= {"tree": asdict(tree), "nodes": nodes}
-    return found
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -65,29 +58,40 @@ def results(measurements: list[Measurement], **case: Any) -> list[dict[str, Any]
 
 
 def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
+    written, stats = one.written, one.stats
+    speeds = _speeds(one)
     result: dict[str, Any] = {
         "batch": one.batch,
         "mode": one.mode,
         "method": one.method,
         "ours": one.ours,
-        "tokens": one.tokens,
+        "tokens": sum(map(len, written)),
         "seconds": one.seconds,
-        "tokens_per_second": spread(one.speeds),
-        "ratio": spread([ours / theirs for ours, theirs in zip(one.speeds, stock.speeds, strict=True)]),
-        "repeated_4grams": repeated_4grams(one.written),
+        "tokens_per_second": spread(speeds),
+        "ratio": spread([ours / theirs for ours, theirs in zip(speeds, _speeds(stock), strict=True)]),
+        "repeated_4grams": repeated_4grams(written),
         "peak_memory_bytes": one.peak,
     }
     if one.verdict is not None:
         result |= {"identical": one.verdict.identical, "compared": asdict(one.verdict)}
-    if one.stats.rounds:
+    if stats.rounds:
+        spent = {name: seconds for name, seconds in stats.seconds.items() if name != "prefill"}
+        # The loop's own time, and what transformers prepares before it.
+        spent["rest"] = sum(one.seconds) - sum(stats.seconds.values())
         result |= {
-            "rounds": one.stats.rounds,
-            "row_rounds": one.stats.row_rounds,
-            "tau": one.stats.tau,
-            "acceptance_rate": one.stats.acceptance_rate,
-            "accepted_per_depth": one.stats.accepted_per_depth,
-            "prefill_seconds": one.stats.seconds["prefill"],
-            "round_ms": one.round_ms,
-            "not_forward": one.not_forward,
+            "rounds": stats.rounds,
+            "row_rounds": stats.row_rounds,
+            "tau": stats.tau,
+            "acceptance_rate": stats.acceptance_rate,
+            "accepted_per_depth": stats.accepted_per_depth,
+            "prefill_seconds": stats.seconds["prefill"],
+            "round_ms": {name: 1000 * seconds / stats.rounds for name, seconds in spent.items()},
+            "not_forward": 1 - (spent["draft"] + spent["verify"]) / sum(spent.values()),
         }
     return result
+
+
+def _speeds(one: Measurement) -> list[float]:
+    """Tokens per second of each repeat."""
+    tokens = sum(map(len, one.written))
+    return [tokens / seconds for seconds in one.seconds]

@@ -14,7 +14,7 @@ _PROMPTS, _PROMPT_TOKENS = 8, 96
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "audit",
-        parents=[common.pair_options(), common.tree_options()],
+        parents=[common.pair_options()],
         help="drafted against stock, prompt by prompt: the first differences, in ulp",
     )
     parser.add_argument("prompts", nargs="*", help="texts to continue (default: 8 from the installed pytest's source)")
@@ -38,7 +38,7 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UserError("A prompt is empty; give some text.")
         prompts *= 2 if len(prompts) == 1 else 1  # the control needs a batch
     else:
-        text, files = suites.texts(None)
+        text, files = suites.texts()
         prompts = suites.cut_prompts(pair.tokenizer, files, _PROMPTS, _PROMPT_TOKENS)
     settings = speed.Settings(
         prompts=len(prompts),
@@ -48,10 +48,9 @@ def _run(arguments: argparse.Namespace) -> int:
         batches=(1, len(prompts)),
         seed=arguments.seed,
     )
-    tree = common.tree_config(arguments, pair.head.tree_config)
     content = {
-        **report.circumstances(pair, settings, text, common.command_line(arguments), tree),
-        **auditing.audit(pair, prompts, settings, tree, common.say),
+        **report.circumstances(pair, settings, text, ["hf-dart", *arguments.words]),
+        **auditing.audit(pair, prompts, settings, common.say),
     }
     common.show(auditing.as_table(content))
     common.write_json(arguments.json, content)

@@ -18,8 +18,9 @@ _PROMPT_TOKENS, _SMOKE_TOKENS = 96, 24
 
 
 def add(commands: Any) -> None:
-    options = [common.pair_options(), common.tree_options()]
-    parser = commands.add_parser("bench", parents=options, help="speed against stock, in one interleaved run")
+    parser = commands.add_parser(
+        "bench", parents=[common.pair_options()], help="speed against stock, in one interleaved run"
+    )
     texts = parser.add_mutually_exclusive_group()
     common.text_option(texts)
     texts.add_argument(
@@ -64,18 +65,16 @@ def _run(arguments: argparse.Namespace) -> int:
     modes = dict(zip(_MODES, speed.MODES.items(), strict=True))
     wanted = dict(modes[name] for name in arguments.modes or _MODES)
     pair = common.load(arguments)
-    tree = common.tree_config(arguments, pair.head.tree_config)
     small = None if arguments.assistant_model is None else baselines.load_assistant(arguments.assistant_model, pair)
     drafters = [load_head(path, pair.model, pair.tokenizer) for path in arguments.drafters]
-    methods = baselines.methods(pair, tree, arguments.rivals, small, drafters)
-    content = report.circumstances(pair, settings, "", common.command_line(arguments), tree)
+    methods = baselines.methods(pair, arguments.rivals, small, drafters)
+    content = report.circumstances(pair, settings, "", ["hf-dart", *arguments.words])
     content |= {"drafters": baselines.parameters(methods), "results": []}
     identical = True
     for text, prompts in _prompts(arguments, pair.tokenizer, settings.prompts):
         case = {"text": text, "dtype": content["dtype"], "prompt_tokens": max(map(len, prompts))}
         common.say(", ".join([text, case["dtype"], f"prompts of up to {case['prompt_tokens']} tokens"]))
-        with common.progress_bar() as advance:
-            measurements = speed.measure(pair, prompts, settings, methods, advance, wanted)
+        measurements = speed.measure(pair, prompts, settings, methods, wanted, quiet=False)
         content["results"] += report.results(measurements, **case)
         identical &= all(one.identical for one in measurements if one.ours)
     content["settings"]["prompt_tokens"] = max(one["prompt_tokens"] for one in content["results"])

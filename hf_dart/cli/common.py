@@ -7,13 +7,10 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
-
-from tqdm import tqdm
 
 from hf_dart.bench.pair import Pair, load_pair, target_of
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
@@ -36,7 +33,6 @@ def number(kind: type, holds: Callable[[Any], bool], says: str) -> Callable[[str
 
 positive = number(int, lambda value: value >= 1, "1 or more")
 seed = number(int, lambda value: 0 <= value < 2**32, f"from 0 to {2**32 - 1}")
-share = number(float, lambda value: 0 < value <= 1, "above 0 and up to 1")
 temperature = number(
     float, lambda value: value == 0 or LEAST_TEMPERATURE <= value < inf, f"0, or {LEAST_TEMPERATURE:g} or more"
 )
@@ -78,18 +74,8 @@ def target_options() -> argparse.ArgumentParser:
         metavar="JSON",
         help='of the target: fields of a quantization config of transformers, such as {"load_in_4bit": true}',
     )
-    target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; of demo: the fastest)")
+    target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
     return target
-
-
-def tree_options() -> argparse.ArgumentParser:
-    """Make a parent parser: the draft tree."""
-    tree = argparse.ArgumentParser(add_help=False)
-    tree.add_argument(
-        "--nodes", type=positive, help="size of the draft tree, root included (default: by batch and device)"
-    )
-    tree.add_argument("--depth", type=positive, help="deepest draft (default: the head's draft length)")
-    return tree
 
 
 def text_option(parser: argparse._ActionsContainer) -> None:
@@ -109,29 +95,6 @@ def given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
-def command_line(arguments: argparse.Namespace) -> list[str]:
-    """Return the words that were typed, for reports."""
-    return ["hf-dart", *arguments.words]
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show on standard error how far a command is and, where that is a terminal, how long it will still take.
-
-    Yields:
-        A function that takes how many calls are done, and how many there are.
-    """
-    with tqdm(disable=None, unit="call", dynamic_ncols=True, leave=False) as bar:
-
-        def advance(done: int, calls: int) -> None:
-            bar.total = calls
-            bar.update(done - bar.n)
-            if bar.disable and 10 * done // calls > 10 * (done - 1) // calls:
-                say(f"{done} of {calls} calls")
-
-        yield advance
-
-
 def show(markdown: str) -> None:
     """Print tables: with aligned columns on a terminal, as Markdown elsewhere."""
     print(aligned(markdown) if sys.stdout.isatty() else markdown)
@@ -142,18 +105,13 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
+def load(arguments: argparse.Namespace) -> Pair:
     """Load target, head and n-gram table that the command line names, on so many threads as it says.
-
-    Args:
-        trained: the command is about the weights of a head.
 
     Raises:
         UserError: one of them cannot be loaded.
     """
     set_threads(arguments.threads)
-    if trained and arguments.head is None and arguments.target not in (None, PACKAGED):
-        raise UserError(f"This command needs a head that was trained for {arguments.target!r}; name it with --head.")
     options = loading_options(arguments)
     target = target_of(arguments.head) if arguments.target is None and arguments.head else arguments.target
     if vars(arguments).get("chat") and not load_tokenizer(target).chat_template:  # before the slow model
@@ -173,12 +131,6 @@ def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.quantization is not None:
         options["quantization_config"] = quantization_config(arguments.quantization)
     return options
-
-
-def tree_config(arguments: argparse.Namespace, default: Any) -> Any:
-    """Return the head's own tree, with what the command line asks for."""
-    with as_user_error():
-        return replace(default, **given(arguments, ("nodes", "depth")))
 
 
 def set_threads(threads: int | None) -> None:

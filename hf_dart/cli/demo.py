@@ -1,29 +1,135 @@
-"""`hf-dart demo`: a tour on the packaged pair."""
+"""`hf-dart demo`: the packaged pair's text with and without the head, and what the drafts were worth."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from collections.abc import Callable
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
+from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli import common
+
+if TYPE_CHECKING:
+    from hf_dart.bench.exact import Run
+
+# Beginnings of Python files, written for this demo: in no training corpus.
+PROMPTS = (
+    '''"""Reading and writing the station logs of a tide gauge."""
+
+import csv
+import os
+from pathlib import Path
+
+
+class StationLog:
+    """The readings of one station, oldest first."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.readings = []
+
+    def load(self):''',
+    """import argparse
+import sys
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Sort recipe cards by season.")
+    parser.add_argument("folder", help="where the cards lie")
+    parser.add_argument(""",
+    """class TestOrchardMap:
+    def test_empty_rows(self):
+        rows = plant_rows(0)
+        assert rows == []
+
+    def test_single_row(self):
+        rows = plant_rows(1)
+        assert len(rows) == 1
+
+    def test_""",
+)
+_MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled, T=0.8": {"do_sample": True, "temperature": 0.8, "top_k": 0},
+}
+_GREEN, _DIM, _BOLD, _PLAIN = "\033[32m", "\033[2m", "\033[1m", "\033[0m"
+_THREADS = 4  # at most: more slow down a target as small as the packaged one
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("demo", parents=[common.pair_options()], help="a tour on the packaged pair, offline")
+    parser = commands.add_parser("demo", help="a tour on the packaged pair, offline")
     parser.add_argument(
         "--new-tokens", type=common.positive, default=96, help="new tokens per prompt and run (default: %(default)s)"
     )
-    parser.add_argument("--seed", type=common.seed, default=0, help="seed of the sampled runs")
-    parser.add_argument("--color", action="store_true", help="use colours even if the output is not a terminal")
     parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    pair = common.load(arguments, trained=True)
-    from hf_dart.bench.tour import demo, fastest_threads
+    pair = load_pair()
+    import torch
 
-    common.set_threads(arguments.threads or fastest_threads(pair.model))
-    color = arguments.color or sys.stdout.isatty()
-    same = demo(pair, new_tokens=arguments.new_tokens, seed=arguments.seed, color=color)
-    return 0 if same else 1
+    torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
+    return 0 if demo(pair, new_tokens=arguments.new_tokens, color=sys.stdout.isatty()) else 1
+
+
+def demo(
+    pair: Pair,
+    *,
+    new_tokens: int = 96,
+    color: bool = False,
+    prompts: tuple[str, ...] = PROMPTS,
+    show: Callable[[str], object] = print,
+) -> bool:
+    """Run the demo and print it with `show`, line by line.
+
+    Args:
+        new_tokens: generated per prompt and run.
+        color: use ANSI colours.
+
+    Returns:
+        Whether every drafted output was stock's, token for token, and sampling left the generator alike.
+    """
+    from hf_dart.bench import report, speed
+    from hf_dart.view.tables import OURS, Verdict, aligned, as_table
+
+    ids = [pair.tokenizer(prompt)["input_ids"] for prompt in prompts]
+    settings = speed.Settings(len(ids), max(map(len, ids)), new_tokens, repeats=1, batches=(1,))
+    measured = speed.measure(pair, ids, settings, {OURS: {"assistant": pair.head}}, _MODES, quiet=False)
+
+    def pen(code: str, text: str) -> str:
+        # A reset at each line's end keeps pagers and copies clean.
+        return "\n".join(f"{code}{line}{_PLAIN}" if line and color else line for line in text.split("\n"))
+
+    if color:
+        show(f"{pen(_DIM, 'prompt')} · {pen(_GREEN, 'accepted draft tokens')} · the target's own tokens")
+    verdict = Verdict()
+    for one in measured:
+        if one.verdict is None:  # stock's
+            continue
+        verdict += one.verdict
+        for number, (prompt, run) in enumerate(zip(prompts, one.runs, strict=True), start=1):
+            assert run.stats is not None
+            show(pen(_BOLD, f"\n{one.mode}, prompt {number}: {run.seconds:.2f} s, τ {run.stats.tau:.2f}"))
+            pieces = "".join(pen(_GREEN, text) if drafted else text for text, drafted in _pieces(pair.tokenizer, run))
+            show(pen(_DIM, prompt) + pieces)
+    about = report.circumstances(pair, settings, "the demo", ["hf-dart", "demo"])
+    show("\n" + aligned(as_table({**about, "results": report.results(measured)}, phases=False)))
+    show("τ: tokens per forward pass of the target; `hf-dart view` draws the tree of every pass")
+    show(pen(_BOLD, f"identical: {verdict}"))
+    return verdict.identical
+
+
+def _pieces(tokenizer: Any, run: Run) -> list[tuple[str, bool]]:
+    """Return the text of a drafted run of one row in pieces, and whether each was drafted."""
+    from hf_dart.bench.speed import texts
+    from hf_dart.view.page import origins
+
+    assert run.stats is not None
+    (tokens,) = texts(run)
+    owners = origins(len(tokens), [row[0] for row in run.stats.committed])
+    runs = groupby(zip(tokens, owners, strict=True), key=lambda token: token[1][1])
+    return [
+        (tokenizer.decode([token for token, _ in group], skip_special_tokens=True), drafted) for drafted, group in runs
+    ]

@@ -10,11 +10,11 @@ from time import perf_counter
 from typing import Any
 
 from hf_dart.cli import common
-from hf_dart.errors import UserError, as_user_error, check_text, sentence
+from hf_dart.errors import UserError, as_user_error, check_text
 
 
 def add(commands: Any) -> None:
-    options = [common.pair_options(), common.tree_options(), _prompt_options()]
+    options = [common.pair_options(), _prompt_options()]
     parser = commands.add_parser("generate", parents=options, help="continue a prompt, streaming")
     parser.add_argument("--stock", action="store_true", help="without the head, to compare")
     parser.add_argument("--stats", action="store_true", help="speed and what the drafts did, on standard error")
@@ -34,7 +34,6 @@ def _prompt_options() -> argparse.ArgumentParser:
     prompt.add_argument(
         "--temperature", type=common.temperature, help="0 is greedy (default: the target's generation_config)"
     )
-    prompt.add_argument("--top-p", type=common.share, help="sample from the smallest set of this probability")
     prompt.add_argument("--seed", type=common.seed, default=0, help="default: %(default)s")
     prompt.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
     prompt.add_argument(
@@ -51,7 +50,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from transformers import TextStreamer
 
     if not arguments.stock:
-        options |= _drafting(arguments, pair)
+        options["assistant"] = pair.head
     streamer = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(arguments.seed)
     begun = perf_counter()
@@ -72,8 +71,8 @@ def _view(arguments: argparse.Namespace) -> int:
 
     with as_user_error(ValueError):
         stock = run(pair.model, inputs, options, arguments.seed)
-        drafted = run(pair.model, inputs, {**options, **_drafting(arguments, pair), "trace": True}, arguments.seed)
-    verdict = compare(pair.model, inputs, options, arguments.seed, stock, drafted)
+        drafted = run(pair.model, inputs, {**options, "assistant": pair.head, "trace": True}, arguments.seed)
+    verdict = compare(stock, drafted)
     note = (
         f"{pair.target_name} with {pair.head_name}, {str(pair.model.dtype).removeprefix('torch.')} on "
         f"{pair.model.device.type}. The same text as stock's: {verdict}."
@@ -98,13 +97,10 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[s
     """
     if arguments.thinking is not None and not arguments.chat:
         raise UserError("--thinking is for chat templates; add --chat.")
-    options = common.given(arguments, ("temperature", "top_p"))
-    if arguments.temperature == 0:
-        if arguments.top_p is not None:
-            raise UserError("--top-p chooses among sampled tokens and --temperature 0 samples none; leave one out.")
-        options = {"do_sample": False}
-    elif options:
-        options["do_sample"] = True
+    options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}
+    if arguments.temperature is not None:
+        sampled = {"do_sample": True, "temperature": arguments.temperature}
+        options |= sampled if arguments.temperature else {"do_sample": False}
     with as_user_error(UnicodeDecodeError, about="Standard input is no UTF-8 text"):
         prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     check_text(prompt, "The prompt")
@@ -115,11 +111,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[s
     if encoded["input_ids"].shape[1] == 0:
         raise UserError("The prompt is empty; give some text.")
     inputs = {name: encoded[name].to(pair.model.device) for name in ("input_ids", "attention_mask")}
-    return pair, inputs, {**options, "max_new_tokens": arguments.max_new_tokens}
-
-
-def _drafting(arguments: argparse.Namespace, pair: Any) -> dict[str, Any]:
-    return {"assistant": pair.head, "tree_config": common.tree_config(arguments, pair.head.tree_config)}
+    return pair, inputs, options
 
 
 def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
@@ -130,12 +122,9 @@ def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
         thinking = pair.head.config.enable_thinking
     turn = [{"role": "user", "content": prompt}]
     flags = {} if thinking is None else {"enable_thinking": thinking}
-    try:
+    about = "Leave --chat out; the target's chat template does not take this prompt"
+    with as_user_error(Exception, about=about):  # a template is a program
         return pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)
-    except Exception as error:  # a template is a program
-        raise UserError(
-            f"The target's chat template does not take this prompt ({sentence(error)}); leave --chat out."
-        ) from error
 
 
 def _stats_lines(rate: str, stats: Any) -> str:

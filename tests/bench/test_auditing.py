@@ -66,7 +66,6 @@ def test_packaged_pair_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture
     assert report["compared"]["near_ties"] == len(parted)
     for one in parted:
         assert one["gap"] <= 4 * one["ulp"]
-        assert 0 <= one["top2_ulp"] <= one["gap_ulp"]
 
 
 def wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:

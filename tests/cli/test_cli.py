@@ -7,64 +7,50 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.chats import THINKING, chat_tokenizer
 
 from hf_dart.bench.exact import Run, compare
-from hf_dart.bench.pair import Pair, load_pair
-from hf_dart.bench.tour import demo
+from hf_dart.bench.pair import load_pair
 from hf_dart.cli import main
 from hf_dart.cli.common import check_file, write_json
+from hf_dart.cli.demo import demo
 from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.view.tables import Verdict
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
 MEASURE = [["bench"], ["audit"], ["profile"]]
 TARGET, HEAD = str(PACKAGED_TARGET), str(PACKAGED_HEAD)
 
 
-@pytest.fixture(scope="module")
-def pair() -> Pair:
-    return load_pair()
-
-
 def test_demo_shows_that_nothing_changed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--new-tokens", "24", "--color"]) == 0
+    assert main(["demo", "--new-tokens", "24"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"^\S*identical: yes", shown, re.MULTILINE)
-    assert "\033[32m" in shown  # accepted drafts
-    assert re.search(r"greedy: \d+\.\d\d x stock", shown)
+    assert shown.endswith("\nidentical: yes\n")
+    assert re.search(r"greedy +hf_dart +\d+ +\d\.\d\d ", shown)
+    assert "\033" not in shown
 
 
-def test_demo_without_colour_or_with_a_false_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines: list[str] = []
-    assert demo(pair, new_tokens=8, prompts=(PROMPT,), show=lines.append)
-    assert not any("\033" in line for line in lines)
+def test_demo_in_colour_with_a_false_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong token: the verdict has to notice."""
 
-    # What a wrong token would look like: the verdict and the exit code have to notice.
-    def wrong(model, inputs, options, seed, stock, drafted):
+    def wrong(stock: Run, drafted: Run) -> Verdict:
         sequences = drafted.sequences.clone()
         sequences[0, -3] += 1
-        changed = Run(sequences, drafted.seconds, drafted.generator, drafted.stats)
-        return compare(model, inputs, options, seed, stock, changed)
+        return compare(stock, replace(drafted, sequences=sequences))
 
-    monkeypatch.setattr("hf_dart.bench.tour.compare", wrong)
-    lines.clear()
-    assert not demo(pair, new_tokens=8, prompts=(PROMPT,), show=lines.append)
-    assert lines[-1] == "identical: no"
+    lines: list[str] = []
+    monkeypatch.setattr("hf_dart.bench.speed.compare", wrong)
+    assert not demo(load_pair(), new_tokens=8, prompts=(PROMPT,), show=lines.append, color=True)
+    assert any("\033[32m" in line for line in lines)  # accepted drafts
+    assert "identical: no" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--temperature", "0"],
-        ["--temperature", "0.9", "--top-p", "0.95", "--seed", "7"],
-        ["--nodes", "6", "--depth", "3"],
-    ],
-    ids=["greedy", "sampled", "small tree"],
-)
+@pytest.mark.parametrize("options", [["--temperature", "0"], ["--temperature", "0.9", "--seed", "7"]])
 def test_generate_streams_what_stock_streams(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["generate", PROMPT, "--max-new-tokens", "24", *options]
     assert main([*words, "--stats"]) == 0
@@ -127,7 +113,6 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["generate", "x", "--head", "nobody"], "an id of the Hub names its user; give USER/nobody."),
         (["train", "nothing.yaml"], "There is no recipe 'nothing.yaml'; name a YAML or JSON file"),
         (["generate", "x", "--no-thinking"], "add --chat"),
-        (["generate", "x", "--temperature", "0", "--top-p", "0.9"], "leave one out"),
         (["bench", "--text", "./nowhere.py"], "Cannot read"),
         (["bench", "--prompts", "2", "--batch", "1,4"], "--batch takes sizes"),
         (["bench", "--json", "./nowhere/bench.json"], "No such file or directory"),
@@ -160,12 +145,10 @@ def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(tmp_path: Pat
     [
         [],
         ["generate"],
-        ["generate", "x", "--top-p", "3"],
         ["generate", "x", "--temperature", "-1"],
         ["generate", "x", "--temperature", "1e-320"],
         ["generate", "x", "--temperature", "nan"],
         ["generate", "x", "--seed", "-99999999999999999999"],
-        ["generate", "x", "--nodes", "0"],
         ["demo", "--new-tokens", "0"],
         ["bench", "--batch", "one"],
     ],

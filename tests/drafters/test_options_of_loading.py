@@ -16,7 +16,7 @@ from support.tiny import VOCABULARY, tiny_head, tiny_target
 from transformers import AutoTokenizer
 from transformers.utils import logging
 
-from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
+from hf_dart import DartHead, DFlashDrafter, NgramTable
 from hf_dart.bench.baselines import methods
 from hf_dart.bench.pair import Pair
 from hf_dart.hub.loading import PACKAGED_TARGET, load_target
@@ -84,7 +84,7 @@ def test_a_published_dflash_drafter(tmp_path: Path) -> None:
         drafter = DFlashDrafter.from_pretrained(path, target=target, dtype=dtype)
         assert next(drafter.parameters()).dtype == found
     pair = Pair(target, tiny_head(target), None, "target", "head")
-    assert "hf_dart, published" in methods(pair, TreeConfig(), (), drafters=[drafter])
+    assert "hf_dart, published" in methods(pair, (), drafters=[drafter])
 
 
 @pytest.fixture

@@ -251,6 +251,6 @@ def test_tables_of_other_tokenizers_are_refused(tmp_path: Path, table: NgramTabl
 def test_generate_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / "table")
     assert main(["ngram", "build", path, "--text", __file__]) == 0
-    assert main(["generate", "import os\n", "--ngram", path, "--max-new-tokens", "8", "--nodes", "6"]) == 0
+    assert main(["generate", "import os\n", "--ngram", path, "--max-new-tokens", "8"]) == 0
     assert main(["generate", "import os\n", "--ngram", __file__]) == 2
     assert "cannot be read as an n-gram table" in capsys.readouterr().err
