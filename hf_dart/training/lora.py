@@ -46,7 +46,7 @@ def apply_lora(head: TrainedDrafter, arguments: LoraArguments) -> TrainedDrafter
         return head
     lora = LoraConfig(
         r=rank,
-        lora_alpha=2 * rank if arguments.lora_alpha is None else arguments.lora_alpha,  # type: ignore[arg-type]
+        lora_alpha=2 * rank if arguments.lora_alpha is None else arguments.lora_alpha,
         lora_dropout=arguments.lora_dropout,
         target_modules=arguments.lora_targets,
     )

@@ -7,64 +7,35 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart.drafters.layers import take
 from hf_dart.training.objective.blocks import build_blocks, draw_anchors
 from hf_dart.training.objective.losses import annealed_kl
 
 
-@pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("draft_length", [1, 2, 4])
-def test_mask_and_positions_against_brute_force(draft_length: int, bidirectional: bool) -> None:
-    documents = documents_of(*LENGTHS)
-    anchors = draw_anchors(documents, 9, draft_length, torch.Generator().manual_seed(1))
-    anchors[1, -1] = -1
-    blocks = build_blocks(documents, anchors, draft_length, bidirectional)
-    length, slots = documents.shape[1], draft_length - 1
-    assert blocks.mask.dtype == torch.bool
-    for row, entries in enumerate(blocks.entries):
-        assert torch.equal(blocks.entries_mask[row, 0], blocks.mask[row, 0, entries])
-        for anchor, block in zip(anchors[row].tolist(), entries.view(-1, draft_length).tolist(), strict=True):
-            assert block[0] == max(anchor, 0)
-    slot_entries = blocks.entries.view(3, 9, draft_length)[:, :, 1:].flatten(1)
-    assert slot_entries.tolist() == [[*range(length - 1, length - 1 + 9 * slots)]] * 3
+@pytest.mark.parametrize("draft_length", [1, 2, 5])
+@pytest.mark.parametrize("masked", [False, True])
+def test_anchors_leave_room_for_the_draft_whose_first_token_counts(draft_length: int, masked: bool) -> None:
+    documents = torch.arange(40).div(15, rounding_mode="floor").repeat(6, 1)
+    documents[:, 37:] = -1
+    mask = torch.rand(6, 40, generator=torch.Generator().manual_seed(1)) < 0.5 if masked else None
 
-    for row in range(len(documents)):
-        # What each entry is: (document, position in it, block, offset in the block).
-        starts: dict[int, int] = {}
-        entries = []
-        for i in range(length - 1):
-            document = int(documents[row, i])
-            entries.append((document, i - starts.setdefault(document, i), -1, -1))
-        for block, anchor in enumerate(anchors[row].tolist()):
-            document = int(documents[row, max(anchor, 0)])
-            for offset in range(slots):
-                entries.append((document, max(anchor, 0) - starts[document] + 1 + offset, block, offset))
-        assert blocks.positions[row].tolist() == [entry[1] for entry in entries]
+    def possible(row: int, anchor: int) -> bool:
+        of, first = documents[row].tolist(), anchor + 2
+        if mask is not None and not (first < 40 and of[first] == of[anchor] and mask[row, first]):
+            return False
+        return 0 <= of[anchor] == of[anchor + draft_length]
 
-        for q, (q_document, _, q_block, q_offset) in enumerate(entries):
-            for k, (k_document, _, k_block, k_offset) in enumerate(entries):
-                if q_block < 0:
-                    sees = k_block < 0 and k <= q and k_document == q_document
-                elif k_block < 0:
-                    sees = k <= int(anchors[row, q_block]) and k_document == q_document
-                else:
-                    sees = k_block == q_block and (bidirectional or k_offset <= q_offset)
-                assert bool(blocks.mask[row, 0, q, k]) == sees, (row, q, k)
-
-
-def test_anchors_are_different_and_leave_room_for_the_draft() -> None:
-    documents = documents_of(*LENGTHS)
-    possible = [{*range(8), *range(12, 15), 19}, set(range(20)), set(range(3, 14))]
+    wanted = [[anchor for anchor in range(40 - draft_length) if possible(row, anchor)] for row in range(6)]
     for count in (5, 40):
-        anchors = draw_anchors(documents, count, 4)
-        for row, expected in zip(anchors.tolist(), possible, strict=True):
+        anchors = draw_anchors(documents, count, draft_length, loss_mask=mask)
+        for row, all_of_them in zip(anchors.tolist(), wanted, strict=True):
             chosen = [anchor for anchor in row if anchor >= 0]
-            assert len(set(chosen)) == len(chosen) == min(count, len(expected))
-            assert set(chosen) <= expected
-            assert row == sorted(chosen) + [-1] * (count - len(chosen))
-    assert (draw_anchors(documents[:, :3], 2, 4) == -1).all()
+            assert len(chosen) == min(count, len(all_of_them))
+            assert set(chosen) <= set(all_of_them)
+            assert row == sorted(set(chosen)) + [-1] * (count - len(chosen))
+    assert (draw_anchors(documents[:, :draft_length], 2, draft_length) == -1).all()
 
 
 @pytest.mark.parametrize(("draft_length", "layers"), [(1, 1), (1, 2), (5, 1), (5, 2)])

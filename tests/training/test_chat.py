@@ -19,7 +19,7 @@ from hf_dart import DartConfig, DartHead
 from hf_dart.models.tokenizers import template_hash
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data.chat import ChatFormat, as_messages
-from hf_dart.training.objective.blocks import draw_anchors, labels_after, target_positions
+from hf_dart.training.objective.blocks import labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL
 
 datasets = pytest.importorskip("datasets")
@@ -85,25 +85,6 @@ def test_an_assistant_that_speaks_first_was_given_that_text() -> None:
     messages = [{"role": "assistant", "content": "Welcome."}, *CONVERSATION[1:3]]
     ((ids, mask),) = ChatFormat(tokenizer).encode(messages)
     assert runs_of(ids, mask, tokenizer) == [REPLIES[0] + tokenizer.eos_token]
-
-
-@pytest.mark.parametrize("draft_length", [1, 2, 5])
-def test_anchors_stand_where_the_first_drafted_token_counts(draft_length: int) -> None:
-    generator = torch.Generator().manual_seed(1)
-    mask = torch.rand(6, 40, generator=generator) < 0.5
-    documents = torch.arange(40).div(15, rounding_mode="floor").repeat(6, 1)
-    documents[:, 37:] = -1
-    anchors = draw_anchors(documents, 40, draft_length, loss_mask=mask)
-    for row in range(6):
-        wanted = [
-            n
-            for n in range(40 - draft_length)
-            if 0 <= documents[row, n] == documents[row, n + draft_length]
-            and n + 2 < 40
-            and documents[row, n + 2] == documents[row, n]
-            and mask[row, n + 2]
-        ]
-        assert anchors[row][anchors[row] >= 0].tolist() == wanted
 
 
 def test_labels_end_with_the_assistants_tokens() -> None:

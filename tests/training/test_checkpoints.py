@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import shutil
@@ -19,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from support.attacks import changed, damaged, seeds, survives
 from support.scripts import command, environment
 from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 
@@ -151,41 +149,20 @@ def refused(trainer: Any, checkpoint: Path, words: str) -> None:
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("part", seeds(6, 600))
 @pytest.mark.parametrize("name", [*HEAD, *ADAPTER])
-def test_damaged_files(run: Path, name: str, part: range) -> None:
-    checkpoint = run / ("adapter" if name in ADAPTER else "head") / "checkpoint-2"
-    trainer = trainer_of(run / "on", copied if name in ADAPTER else None)
-    trainer.create_optimizer_and_scheduler(2)
+def test_what_is_damaged_is_refused(run: Path, name: str) -> None:
+    kind, head = ("adapter", copied) if name in ADAPTER else ("head", None)
+    checkpoint = run / kind / "checkpoint-2"
+    trainer = trainer_of(run / "on", head)
     file = checkpoint / name
     content = file.read_bytes()
-
-    def read() -> None:
-        check_checkpoint(checkpoint, trainer.drafter)
-        with torch.random.fork_rng(devices=[]):
-            trainer._load_from_checkpoint(str(checkpoint))
-            trainer._load_optimizer_and_scheduler(str(checkpoint))
-
-    assert survives(read)
-    for seed in part:
-        if name.endswith(".json") and seed % 3:
-            file.write_text(changed(json.loads(content), seed), encoding="latin1")
-        else:
-            file.write_bytes(damaged(content, seed))
-        survives(read)
-
-
-def test_what_is_damaged_is_refused(run: Path) -> None:
-    trainer, checkpoint = trainer_of(run / "head"), run / "head" / "checkpoint-2"
-    for name in HEAD:
-        file = checkpoint / name
-        content = file.read_bytes()
-        for other in (b"", b"\0" * len(content), b"[]"):
-            file.write_bytes(other)
-            refused(trainer, checkpoint, r"checkpoint-2 cannot be resumed \(.*\); resume with .* another")
-        file.write_bytes(content)
-    torch.save(print, checkpoint / "optimizer.pt")
-    refused(trainer, checkpoint, "Weights only load failed")
+    says = "adapter_model" if name == "adapter_model.safetensors" else r"cannot be resumed \(.*\); resume with"
+    for other in (b"", b"\0" * len(content), b"[]", content[: len(content) // 2]):
+        file.write_bytes(other)
+        refused(trainer, checkpoint, says)
+    if name == "optimizer.pt":
+        torch.save(print, file)
+        refused(trainer, checkpoint, "Weights only load failed")
 
 
 def test_tuples_come_back_as_lists(tmp_path: Path) -> None:

@@ -12,12 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from support.attacks import changed, damaged, seeds, survives
 from support.chats import CONVERSATION, MARKED, PLAIN, THINKING, chat_tokenizer
 
-from hf_dart import NgramTable
-from hf_dart.cli import main
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data import sources
 from hf_dart.training.data.chat import ChatFormat
@@ -133,34 +130,3 @@ def test_chat_templates(tmp_path: Path, part: range) -> None:
 
         read += survives(encode)
     assert 0 < read < len(part)
-
-
-@pytest.mark.parametrize("part", seeds(3, 1000))
-@pytest.mark.parametrize("name", ["a.txt", "a.npy", "a.bin", "a.jsonl"])
-def test_corpora_of_ngrams(
-    tmp_path: Path, name: str, part: range, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    file, table = tmp_path / name, tmp_path / "a.ngram"
-    option = {".txt": "text", ".jsonl": "dataset"}.get(file.suffix, "tokens")
-    rows = ROWS["ids" if option == "tokens" else "text"]
-    if file.suffix == ".npy":
-        np.save(file, np.concatenate([row["input_ids"] for row in rows]).astype(np.uint16))
-    else:
-        write_rows(file, rows)
-    good = file.read_bytes()
-    for seed in part:
-        attacked(file, ROWS["text"], good, seed)
-        state = torch.get_rng_state()
-        done = main(["ngram", "build", str(table), f"--{option}", str(file)])
-        said = capsys.readouterr().err
-        assert torch.equal(torch.get_rng_state(), state)
-        assert done in (0, 2), said
-        assert table.exists() == (done == 0)
-        if done == 0:
-            NgramTable.load(table)
-            table.unlink()
-        else:
-            assert said.strip().splitlines()[-1].startswith("hf-dart: "), said
-            assert "Traceback" not in said
-        assert {path.name for path in tmp_path.iterdir()} <= {file.name, "cache"}
