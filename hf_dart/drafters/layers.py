@@ -73,8 +73,8 @@ class DartAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, key_size, bias=bias)
         self.v_proj = nn.Linear(input_size, key_size, bias=bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=output_bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
-        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.q_norm: nn.Module | None = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm: nn.Module | None = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         if injected:
             self.context_k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
             self.context_v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
@@ -89,11 +89,11 @@ class DartAttention(nn.Module):
         wanted: Tensor | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
     ) -> Tensor:  # [B, Q or W, H]
         query = self._heads(self.q_proj(take(x, wanted)))
-        key, value = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
-        if self.q_norm is not None and self.k_norm is not None:
-            query, key = self.q_norm(query), self.k_norm(key)
+        if self.q_norm is not None:
+            query = self.q_norm(query)
         cos, sin = (part if wanted is None else take(part[:, 0], wanted)[:, None] for part in rotation)
-        query, key = _rotate(query, (cos, sin)), _rotate(key, rotation)
+        query = _rotate(query, (cos, sin))
+        key, value = self.keys_and_values(x, rotation)
         if remember is not None:
             key, value = remember(key, value)
         if context is not None:
@@ -105,6 +105,13 @@ class DartAttention(nn.Module):
                 known_key, known_value = remember(known_key, known_value, injected=True)
             key, value = torch.cat([key, known_key], dim=2), torch.cat([value, known_value], dim=2)
         return self.o_proj(attend(query, key, value, mask).transpose(1, 2).flatten(2))
+
+    def keys_and_values(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Project entries [B, Q, input_size] to keys and values, each [B, kv heads, Q, head_dim]."""
+        key = self._heads(self.k_proj(x))
+        if self.k_norm is not None:
+            key = self.k_norm(key)
+        return _rotate(key, rotation), self._heads(self.v_proj(x))
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -207,6 +214,13 @@ def rotation_at(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) ->
     own, scale = getattr(config, "rope_frequencies", None), getattr(config, "rope_scale", 1.0)
     given = None if own is None else tuple(own)
     frequencies = _frequencies(config.head_dim, config.rope_theta, given, positions.device)
+    return rotation_by(frequencies, scale, positions, dtype)
+
+
+def rotation_by(
+    frequencies: Tensor, scale: float, positions: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] by `frequencies` [head_dim], times `scale`."""
     angles = positions[:, None, :, None] * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)

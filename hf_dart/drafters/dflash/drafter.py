@@ -26,7 +26,7 @@ from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.dflash.configuration import DFlashConfig
-from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
+from hf_dart.drafters.dflash.modeling import DFlashModel
 from hf_dart.drafters.layers import memory
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import attach_to
@@ -207,13 +207,8 @@ class DFlashDrafter(DFlashModel):
         positions, slots, end = self._places(state, entries)
         rotation, slots_at = self.rotation(positions), torch.arange(end, device=positions.device)
         for index, layer in enumerate(self.stack):
-
-            def attention(normed: Tensor, index: int = index, layer: DFlashLayer = layer) -> Tensor:
-                remember = memory(state, index, slots, slice(end))
-                keys, values = remember(*layer.self_attn.keys_and_values(normed, rotation))
-                return layer.self_attn(normed, rotation, keys, values, layer.sees(positions, slots_at))
-
-            x = layer(x, attention)
+            remember = memory(state, index, slots, slice(end))
+            x = layer(x, rotation, layer.sees(positions, slots_at), remember)
         hidden = self.norm(x)[:, first : depth + first]
         return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
 

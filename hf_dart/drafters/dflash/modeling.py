@@ -7,54 +7,23 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from hf_dart.drafters.dflash.configuration import DFlashConfig, DFlashShape
 from hf_dart.drafters.dflash.selectors import BlockConvolution, MarkovSelector, PairSelector
-from hf_dart.drafters.layers import attend
+from hf_dart.drafters.layers import DartAttention, KeyValueWriter, rotation_by
 from hf_dart.drafters.trained import TrainedDrafter
 
-Rotation = tuple[Tensor, Tensor]
-"""Cos and sin, [B, 1, Q, head_dim]."""
 
+class DFlashAttention(DartAttention):
+    """Attention with the norms of queries and keys that Qwen3 has, which compute in float32."""
 
-class DFlashAttention(nn.Module):
-    """Attention from the entries of a block to all keys and values, those of the target's features included."""
-
-    def __init__(self, config: DFlashShape) -> None:
-        super().__init__()
-        shape = config.backbone
-        hidden, self.head_dim, bias = shape.hidden_size, shape.head_dim, shape.attention_bias
-        query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
-        self.q_proj = nn.Linear(hidden, query_size, bias=bias)
-        self.k_proj = nn.Linear(hidden, key_size, bias=bias)
-        self.v_proj = nn.Linear(hidden, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, hidden, bias=bias)
+    def __init__(self, shape: Qwen3Config) -> None:
+        bias = shape.attention_bias
+        super().__init__(shape, shape.hidden_size, bias=bias, output_bias=bias)
         self.q_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
-
-    def keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Project features or entries [B, Q, H] to keys and values, each [B, kv heads, Q, head_dim]."""
-        return _rotated(self.k_norm(self._heads(self.k_proj(x))), rotation), self._heads(self.v_proj(x))
-
-    def forward(
-        self,
-        x: Tensor,  # [B, Q, H]
-        rotation: Rotation,
-        keys: Tensor,  # [B, kv heads, S, head_dim]
-        values: Tensor,  # [B, kv heads, S, head_dim]
-        mask: Tensor,  # [B, 1, Q, S] bool
-    ) -> Tensor:  # [B, Q, H]
-        query = _rotated(self.q_norm(self._heads(self.q_proj(x))), rotation)
-        mixed = attend(query, keys, values, mask)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    return x * rotation[0] + rotate_half(x) * rotation[1]
 
 
 class DFlashLayer(nn.Module):
@@ -65,19 +34,23 @@ class DFlashLayer(nn.Module):
         shape = config.backbone
         self.causal, self.reach, self.reach_of_block = causal, reach, config.reach_of_block
         self.input_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = DFlashAttention(config)
+        self.self_attn = DFlashAttention(shape)
         self.post_attention_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Qwen3MLP(shape)
         width, convolution = shape.hidden_size, config.convolution
         self.attention_conv = None if convolution is None else BlockConvolution(width, *convolution)
         self.mlp_conv = None if convolution is None else BlockConvolution(width, *convolution)
 
-    def forward(self, x: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
-        """Run the layer over a block [B, Q, H].
+    def forward(
+        self,
+        x: Tensor,  # [B, Q, H]
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor,  # [B, 1, Q, S] bool
+        remember: KeyValueWriter,
+    ) -> Tensor:  # [B, Q, H]
+        def attention(normed: Tensor) -> Tensor:
+            return self.self_attn(normed, rotation, mask, remember)
 
-        Args:
-            attention: of normed entries, from which their keys and values are made too, to what they attend to.
-        """
         x = x + _convolved(self.attention_conv, attention, self.input_layernorm(x))
         return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
 
@@ -125,16 +98,13 @@ class DFlashModel(TrainedDrafter):
         # No buffer: a change of dtype must not round them.
         with torch.device("cpu"):
             rotary = Qwen3RotaryEmbedding(shape)
-        self._frequencies, self._rotation_scale = rotary.inv_freq.clone(), rotary.attention_scaling
+        self._frequencies, self._rotation_scale = torch.cat([rotary.inv_freq] * 2), rotary.attention_scaling
         self.post_init()
 
-    def rotation(self, positions: Tensor) -> Rotation:
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
-        weight = self.fc.weight
-        angles = positions[:, None, :, None].float() * self._frequencies.to(positions.device)
-        angles = torch.cat([angles, angles], dim=-1)
-        scale = self._rotation_scale
-        return (angles.cos() * scale).to(weight.dtype), (angles.sin() * scale).to(weight.dtype)
+        frequencies = self._frequencies.to(positions.device)
+        return rotation_by(frequencies, self._rotation_scale, positions, self.fc.weight.dtype)
 
     @property
     def stack(self) -> list[DFlashLayer]:

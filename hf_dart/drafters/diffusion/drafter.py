@@ -189,7 +189,7 @@ class DiffusionDrafter(DiffusionModel):
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, view.slots, view.keys)
             asked = wanted if index == len(self.layers) - 1 else None
-            x = layer(x, view.rotation, take(view.mask, asked)[:, None], remember, asked)
+            x = layer(x, x, view.rotation, take(view.mask, asked)[:, None], remember, None, asked)
         return self.read_out(x)
 
 

@@ -7,34 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
-from hf_dart.drafters.layers import DartAttention, DartMLP, KeyValueWriter, rotation_at, take
+from hf_dart.drafters.layers import DartLayer, rotation_at
 from hf_dart.drafters.trained import TrainedDrafter
 
 MASK = -1
 """Stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit."""
-
-
-class DiffusionLayer(nn.Module):
-    """Attention and MLP, each after a norm and added to its input."""
-
-    def __init__(self, config: DiffusionConfig) -> None:
-        super().__init__()
-        self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DartAttention(config, config.hidden_size)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = DartMLP(config)
-
-    def forward(
-        self,
-        x: Tensor,  # [B, Q, H]
-        rotation: tuple[Tensor, Tensor],
-        mask: Tensor,
-        remember: KeyValueWriter | None,
-        wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
-    ) -> Tensor:  # [B, Q or W, H]
-        mixed = self.self_attn(self.input_norm(x), rotation, mask, remember, wanted=wanted)
-        x = take(x, wanted) + mixed
-        return x + self.mlp(self.mlp_norm(x))
 
 
 class DiffusionModel(TrainedDrafter):
@@ -43,7 +20,7 @@ class DiffusionModel(TrainedDrafter):
     config: DiffusionConfig
     base_model_prefix = "diffusion"
     main_input_name = "tokens"
-    _no_split_modules = ["DiffusionLayer"]  # noqa: RUF012
+    _no_split_modules = ["DartLayer"]  # noqa: RUF012
 
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
@@ -60,7 +37,7 @@ class DiffusionModel(TrainedDrafter):
             self.feature_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
         self.mask_token = nn.Embedding(1, hidden)
-        self.layers = nn.ModuleList(DiffusionLayer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(DartLayer(config, pairs=False, normed=True) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.post_init()
 
@@ -139,5 +116,6 @@ class DiffusionModel(TrainedDrafter):
         rotation = rotation_at(positions, self.config, self.dtype)
         *before, last = self.layers
         for layer in before:
-            x = layer(x, rotation, attention_mask, None)
-        return self.read_out(last(x, rotation, attention_mask if wanted is None else wanted_mask, None, wanted))
+            x = layer(x, x, rotation, attention_mask, None, None)
+        mask = attention_mask if wanted is None else wanted_mask
+        return self.read_out(last(x, x, rotation, mask, None, None, wanted))
