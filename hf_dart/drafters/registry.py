@@ -7,8 +7,7 @@ class as a name of `hf_dart`. The kinds of this package are found by their folde
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
@@ -19,9 +18,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import annotated, refuse_unknown
 from hf_dart.hub.download import HUB_OPTIONS
-from hf_dart.hub.kinds import KINDS, CardTexts, Kind
+from hf_dart.hub.kinds import KINDS, CardTexts, Kind, Names
 
-Names = Callable[[], Collection[str]]
 Class = TypeVar("Class", bound=type[Any])
 # Options that `from_pretrained` takes without naming them.
 _OF_TRANSFORMERS = (
@@ -30,36 +28,6 @@ _OF_TRANSFORMERS = (
     "offload_folder", "proxies", "quantization_config", "tp_plan", "tp_size", "trust_remote_code", "use_kernels",
     "variant",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Registered:
-    """One kind of drafter.
-
-    Attributes:
-        drafter: its class, with `from_pretrained(path, target=...)`.
-        model_type: of its config; None if it has none of transformers.
-        trainers: by the name that `hf-dart train --drafter` takes: "module:class" of the trainer.
-        called: what one is called, with its article.
-        reads: what a config.json describes, if it is that of a checkpoint in another format, which its
-            `from_pretrained` reads too.
-        reads_named: the same, from a config.json and what gives the names of the checkpoint's tensors.
-    """
-
-    drafter: Any
-    model_type: str | None
-    trainers: dict[str, str]
-    called: str
-    reads: Callable[[dict[str, Any]], str | None]
-    reads_named: Callable[[dict[str, Any], Names], str | None]
-
-    def recognises(self, content: dict[str, Any]) -> str | None:
-        """Return a description of `content` if it is the config.json of such a drafter."""
-        own = self.model_type is not None and content.get("model_type") == self.model_type
-        return self.called if own else self.reads(content)
-
-
-_REGISTERED: dict[str, Registered] = {}
 
 
 def _nothing_else(*content: Any) -> None:
@@ -92,26 +60,20 @@ def register(
 
     def add(drafter: Class) -> Class:
         trainers = {**({} if trainer is None else {name: trainer}), **(variants or {})}
-        model_type = None if config is None else config.model_type
-        called = f"a {drafter.__name__}" if card is None else card.called
-        _REGISTERED[name] = Registered(drafter, model_type, trainers, called, reads, reads_named)
+        KINDS[name] = Kind(name, drafter, config, trainers, card, reads, reads_named)
         if config is not None:
             drafter.config_class = config
-            if card is not None:
-                module = "hf_dart" if drafter.__module__.startswith("hf_dart.") else drafter.__module__
-                trained_as = None if trainer is None else name
-                KINDS[config.model_type] = Kind(config, drafter.__name__, module, trained_as, card)
         return drafter
 
     return add
 
 
-def registered() -> dict[str, Registered]:
+def registered() -> dict[str, Kind]:
     """Return all kinds by their names; those of this package are imported first."""
     for folder in iter_modules([str(Path(__file__).parent)]):
         if folder.ispkg:
             import_module(f"{__package__}.{folder.name}.drafter")
-    return dict(_REGISTERED)
+    return dict(KINDS)
 
 
 def trainers() -> dict[str, tuple[Any, str]]:

@@ -27,7 +27,7 @@ from hf_dart.errors import missing_folder
 from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.failures import hub_errors
-from hf_dart.hub.kinds import KINDS
+from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import TargetModules, as_dtype, device_of, host_by_default, rows_of, where_it_runs
 from hf_dart.models.features import lm_head_of
@@ -344,11 +344,11 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
     ) -> Self:
         """Load a checkpoint in another format, recognised by its config.json (`content`); here, refuse it."""
         registered()  # so that all kinds are known
-        kind = KINDS.get(str(content.get("model_type")))
+        kind = kind_of(content.get("model_type"))
         if kind is not None:
             train = "" if kind.trained_as is None else f", or train it on with --drafter {kind.trained_as}"
             raise ValueError(
-                f"{path} holds {kind.texts.called}, and no {cls.described_as}: load it with {kind.class_name}{train}."
+                f"{path} holds {kind.called}, and no {cls.described_as}: load it with {kind.drafter.__name__}{train}."
             )
         said = ", ".join(f"{name} {content[name]!r:.80}" for name in ("model_type", "architectures") if name in content)
         raise ValueError(

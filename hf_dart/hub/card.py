@@ -139,7 +139,8 @@ def _fields(facts: HeadFacts) -> dict[str, Any]:
         "source": texts.source,
     }
     if facts.repository is not None and facts.base_model is not None:
-        fields |= {"installed_from": INSTALLED_FROM, "module": facts.kind.module, "class_name": facts.kind.class_name}
+        class_name = facts.kind.drafter.__name__
+        fields |= {"installed_from": INSTALLED_FROM, "module": facts.kind.module, "class_name": class_name}
         fields |= {"base_model": facts.base_model, "repository": facts.repository}
     if facts.bench is not None:
         fields |= {"bench_command": facts.bench["command"], "bench_table": as_table(facts.bench)}

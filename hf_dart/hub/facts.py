@@ -120,11 +120,14 @@ class HeadFacts:
     @property
     def kind(self) -> Kind:
         """The kind of drafter."""
-        return kind_of(self.config)
+        kind = kind_of(self.config.model_type)
+        assert kind is not None  # `read` found it
+        return kind
 
     @property
     def texts(self) -> CardTexts:
         """Texts about that kind."""
+        assert self.kind.texts is not None
         return self.kind.texts
 
     @property
@@ -145,9 +148,9 @@ def read_config(folder: Path) -> PreTrainedConfig:
         ValueError: there is none.
     """
     file = folder / "config.json"
-    kind = KINDS.get(str(_json(file, "save_pretrained").get("model_type"))) if file.is_file() else None
-    if kind is None:
-        called = " or ".join(sorted(one.texts.called for one in KINDS.values()))
+    kind = kind_of(_json(file, "save_pretrained").get("model_type")) if file.is_file() else None
+    if kind is None or kind.config_class is None:
+        called = " or ".join(sorted(one.called for one in KINDS.values() if one.config_class is not None))
         raise ValueError(f"{folder} holds no config.json of {called}; give what save_pretrained wrote.")
     return kind.config_class.from_pretrained(folder)
 

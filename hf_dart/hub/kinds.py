@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedConfig
 
+Names = Callable[[], Collection[str]]
 Rows = dict[str, str]  # of the card's table; empty ones are left out
 
 
@@ -16,7 +17,7 @@ class CardTexts:
     """Texts of a card on the Hub about one kind of drafter.
 
     Attributes:
-        called: what it is called, with its article.
+        called: what one is called, with its article.
         short: what it is called in code, and where nothing else is meant.
         tag: of the card's front matter.
         introduced: as `called`, with a link to the paper.
@@ -34,30 +35,56 @@ class CardTexts:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of drafter on the Hub.
+    """One kind of drafter.
 
     Attributes:
-        config_class: its config, which has a `model_type`.
-        class_name: of the drafter.
-        module: where users import that class from.
-        trained_as: what `hf-dart train --drafter` calls it; None if nothing trains it.
-        texts: what its card says.
+        name: such as "eagle".
+        drafter: its class, with `from_pretrained(path, target=...)`.
+        config_class: its config, which has a `model_type`; None if its config is none of ours.
+        trainers: by the name that `hf-dart train --drafter` takes: "module:class" of the trainer.
+        texts: what its card says; None if it is never published.
+        reads: what a config.json describes, if it is that of a checkpoint in another format, which its
+            `from_pretrained` reads too.
+        reads_named: the same, from a config.json and what gives the names of the checkpoint's tensors.
     """
 
-    config_class: type[PreTrainedConfig]
-    class_name: str
-    module: str
-    trained_as: str | None
-    texts: CardTexts
+    name: str
+    drafter: Any
+    config_class: type[PreTrainedConfig] | None
+    trainers: dict[str, str]
+    texts: CardTexts | None
+    reads: Callable[[dict[str, Any]], str | None]
+    reads_named: Callable[[dict[str, Any], Names], str | None]
+
+    @property
+    def called(self) -> str:
+        """What one is called, with its article."""
+        return f"a {self.drafter.__name__}" if self.texts is None else self.texts.called
+
+    @property
+    def module(self) -> str:
+        """The module where users import its class from."""
+        return "hf_dart" if self.drafter.__module__.startswith("hf_dart.") else self.drafter.__module__
+
+    @property
+    def trained_as(self) -> str | None:
+        """The name that `hf-dart train --drafter` takes; None if nothing trains it."""
+        return self.name if self.name in self.trainers else None
+
+    def recognises(self, content: dict[str, Any]) -> str | None:
+        """Return a description of `content` if it is the config.json of such a drafter."""
+        own = self.config_class is not None and content.get("model_type") == self.config_class.model_type
+        return self.called if own else self.reads(content)
 
 
 KINDS: dict[str, Kind] = {}
-"""Kinds by the `model_type` of their config; a kind is in it once the module of its drafter was imported."""
+"""Kinds by their names; a kind is in it once the module of its drafter was imported."""
 
 
-def kind_of(config: PreTrainedConfig) -> Kind:
-    """Return the kind of a drafter, by its config."""
-    return KINDS[config.model_type]
+def kind_of(model_type: Any) -> Kind | None:
+    """Return the kind of drafter whose config has that `model_type`; None if there is none."""
+    known = {kind.config_class.model_type: kind for kind in KINDS.values() if kind.config_class is not None}
+    return known.get(model_type)
 
 
 def describe_layers(config: PreTrainedConfig, number: int) -> str:

@@ -100,7 +100,7 @@ def push_folder(
         return api.create_commit(
             repository,
             operations,
-            commit_message=commit_message or f"Upload {facts.kind.class_name}",
+            commit_message=commit_message or f"Upload {facts.kind.drafter.__name__}",
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,

@@ -82,7 +82,6 @@ class ToyDrafter(TrainedDrafter):
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The module of the toy, in a folder of its own."""
     registry.registered()
-    monkeypatch.setattr(registry, "_REGISTERED", dict(registry._REGISTERED))
     kinds = dict(KINDS)
     (tmp_path / "toy_drafter.py").write_text(TOY)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -43,11 +43,11 @@ def front_matter(card: str) -> dict[str, Any]:
     return yaml.safe_load(text)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.class_name)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.name)
 def test_what_cards_import_is_exported_and_trained(kind: Kind) -> None:
-    assert kind.class_name in hf_dart.__all__
-    drafter = getattr(hf_dart, kind.class_name)
-    assert drafter.config_class is kind.config_class
+    drafter = getattr(hf_dart, kind.drafter.__name__)
+    assert drafter.__name__ in hf_dart.__all__
+    assert drafter is kind.drafter
     if kind.trained_as is not None:
         assert trainers()[kind.trained_as][0] is drafter
         assert kind.trained_as in parser(kind.trained_as).format_help()

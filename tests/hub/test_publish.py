@@ -26,7 +26,7 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, detach, load_drafter, load_once
 from hf_dart.cli import main
 from hf_dart.hub.card import BEGIN, END
-from hf_dart.hub.kinds import KINDS
+from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.hub.publish import push_folder
 
@@ -57,7 +57,7 @@ MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
 def test_up_and_back_by_name(name: str, alice: Hub, target: Any) -> None:
     make, config = MAKERS[name]
     drafter = make(target, **config)
-    class_name, kind = type(drafter).__name__, KINDS[drafter.config.model_type]
+    class_name, kind = type(drafter).__name__, kind_of(drafter.config.model_type)
     commit = drafter.push_to_hub("mine", license="mit", base_model="them/tiny", tags=["mine"])
     stored = alice.repositories["alice/mine"]
     assert not stored.private
