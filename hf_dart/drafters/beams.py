@@ -8,14 +8,17 @@ branch (EAGLE-2, arXiv 2406.16858, grows its trees so).
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from hf_dart.drafters.base import Drafter, Proposal, Score, State, Verified
+from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.drafters.base import Drafter, Proposal, Score, State, Verified, entries_of
+from hf_dart.models.verify import MaskKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +45,67 @@ class BeamProposal(Proposal):
         self.conditional[which] = self.logits[which, 1:, None].log_softmax(-1)
 
 
+@dataclass(frozen=True)
+class View:
+    """Slots and positions of one forward's entries, and the mask of what they attend to.
+
+    Attributes:
+        positions: [B, Q].
+        slots: [B, Q] that they are written to.
+        seen: [B, Q, S] bool, which of the first S slots each attends to.
+        at: [B, S] the positions of those.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    seen: Tensor
+    at: Tensor
+
+    @classmethod
+    def after(cls, state: SlotCache, entries: int) -> View:
+        """Return the view of `entries` after the verified ones of a cache, each attending to all up to itself."""
+        lengths = state.lengths
+        positions = lengths[:, None] + torch.arange(entries, device=lengths.device)
+        slots = torch.arange(state.longest + entries, device=lengths.device)
+        return cls(positions, positions, slots <= positions[..., None], slots.expand(len(lengths), -1))
+
+    @classmethod
+    def of_level(cls, state: SlotCache, level: int, sees: Tensor) -> View:
+        """Return the view of W tokens drafted at depth `level`, which attend to the verified ones and to their path.
+
+        Args:
+            state: the cache; the drafted entries of each level follow its verified ones, W by W.
+            level: from 1.
+            sees: [B, W, level W], as `BeamDrafter.draft_level` has it.
+        """
+        lengths = state.lengths
+        sees = sees.to(lengths.device)
+        batch, width, entries = sees.shape
+        drafted = torch.arange(entries, device=lengths.device)
+        slots = lengths[:, None] + drafted
+        every = torch.arange(state.longest + entries, device=lengths.device).expand(batch, -1)
+        seen = (every < lengths[:, None])[:, None].repeat(1, width, 1)
+        seen.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
+        at = every.scatter(1, slots, lengths[:, None] + drafted // width)
+        positions = (lengths + level - 1)[:, None].expand(-1, width)
+        return cls(positions, slots[:, -width:], seen, at)
+
+    def masks(self, kinds: Sequence[MaskKind], dtype: torch.dtype, device: torch.device) -> Any:
+        """Additive masks [B, 1, Q, S]: one for models with one kind of layers, else a dict of them."""
+        masks = {}
+        for kind in kinds:
+            horizon = kind.horizon(self.positions)
+            seen = self.seen if horizon is None else self.seen & (self.at[:, None] > horizon[..., None])
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            mask.masked_fill_(~seen, torch.finfo(dtype).min / 2)  # as in `Verifier.masks`
+            masks[kind.name] = mask[:, None].to(device)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def enter(self, cache: SlotCache, device: torch.device) -> None:
+        """Let the next forward with `cache` write to these slots."""
+        cache.place(self.slots.to(device), self.seen.shape[-1])
+
+
 class BeamDrafter(Drafter[State]):
     """A drafter that is asked for one pass at a time.
 
@@ -50,6 +114,10 @@ class BeamDrafter(Drafter[State]):
     """
 
     beam: int
+
+    def extend(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        for part in Verified(features, next_tokens, counts).parts():
+            self.read_last(state, *part)
 
     @abstractmethod
     def read_last(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor | None:
@@ -135,3 +203,8 @@ class BeamDrafter(Drafter[State]):
         table = shares.gather(2, same.int().argmax(-1)[..., None].expand(-1, -1, -1, width))
         table = table.masked_fill(~same.any(-1)[..., None], -inf)
         return torch.cat([first, table], dim=1).to(device)
+
+
+def last_of(states: Tensor, counts: Tensor) -> Tensor:
+    """Return the states [B, 1, H] of each row's last entry of [B, A, H], of which `counts` [B] are real."""
+    return entries_of(states, (counts - 1).clamp(min=0)[:, None])

@@ -7,9 +7,8 @@ after it and is overwritten by the next round, so that nothing moves when a draf
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,8 +17,10 @@ from transformers.cache_utils import DynamicCache
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS
+from hf_dart.drafters import hooks
 from hf_dart.drafters.base import Verified
 from hf_dart.drafters.beams import BeamDrafter
+from hf_dart.drafters.cost import relative_cost
 from hf_dart.models.verify import MaskKind, mask_kinds
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
@@ -42,15 +43,26 @@ class ModuleCache(SlotCache):
 
 
 class StockDrafter(BeamDrafter[ModuleCache]):
-    """A drafter of transformers' modules, which run once for each of d tokens; arguments as its subclasses have."""
+    """A drafter of transformers' modules, which run once for each of d tokens.
 
-    def __init__(self, draft_length: int, beam: int, tree_config: TreeConfig | None) -> None:
+    Args:
+        layers: attention layers of the modules.
+        draft_length, beam, tree_config: as its subclasses have them.
+    """
+
+    def __init__(self, layers: int, draft_length: int, beam: int, tree_config: TreeConfig | None) -> None:
         if not 1 <= draft_length <= MAX_DRAFT_LENGTH or beam < 1:
             raise ValueError(
                 f"draft_length is {draft_length} and beam {beam}; give 1 to {MAX_DRAFT_LENGTH}, and 1 or more."
             )
         self.tree_config, self.last_stats = tree_config or TreeConfig(), None
-        self.beam, self._draft_length = beam, draft_length
+        self.beam, self._layers, self._draft_length = beam, layers, draft_length
+        self._targets: WeakSet[Any] = WeakSet()
+
+    def _attach(self, target: PreTrainedModel) -> None:
+        """Let `target`, which the drafter fits, draft with it."""
+        self._targets.add(target)
+        hooks.decoding().attached(target)
 
     @property
     def draft_length(self) -> int:
@@ -61,70 +73,32 @@ class StockDrafter(BeamDrafter[ModuleCache]):
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
         """Return the device of the modules, and the dtype of their keys and values."""
 
+    @abstractmethod
+    def weights_read(self) -> list[int]:
+        """Return the sizes of the weights that a pass reads."""
+
+    @abstractmethod
+    def check_fit(self, target: PreTrainedModel) -> None:
+        """Raise a `ValueError` if the drafter is for another target."""
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Refuse other targets than its own; deep copies and PEFT wrappers of it are fine."""
+        if target not in self._targets:
+            self.check_fit(target)
+            self._targets.add(target)
+
+    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
+        return relative_cost(target, depth or self.draft_length, self.weights_read())
+
+    def begin(self, batch_size: int, capacity: int) -> ModuleCache:
+        return ModuleCache.of_layers(self._layers, batch_size, capacity + self.beam * self.draft_length)
+
     def resume(self, state: ModuleCache, pending: list[Verified], lengths: Tensor) -> bool:
         if not state.writable(*self.runs_in):
             return False
         for verified in pending:
             self.extend(state, *verified)
         return state.cut(lengths)
-
-
-@dataclass(frozen=True)
-class View:
-    """Slots and positions of one forward's entries, and the mask of what they attend to.
-
-    Attributes:
-        positions: [B, Q].
-        slots: [B, Q] that they are written to.
-        seen: [B, Q, S] bool, which of the first S slots each attends to.
-        at: [B, S] the positions of those.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    seen: Tensor
-    at: Tensor
-
-    @classmethod
-    def after(cls, lengths: Tensor, entries: int) -> View:
-        """Return the view of `entries` after the verified ones, `lengths` [B], each attending to all up to itself."""
-        positions = lengths[:, None] + torch.arange(entries)
-        slots = torch.arange(int(lengths.max()) + entries)
-        return cls(positions, positions, slots <= positions[..., None], slots.expand(len(lengths), -1))
-
-    @classmethod
-    def of_level(cls, lengths: Tensor, level: int, sees: Tensor) -> View:
-        """Return the view of W tokens drafted at depth `level`, which attend to the verified ones and to their path.
-
-        Args:
-            lengths: [B] verified entries of each row; the drafted ones of each level follow them, W by W.
-            sees: [B, W, level W], as `BeamDrafter.draft_level` has it.
-        """
-        sees = sees.cpu()
-        batch, width, entries = sees.shape
-        drafted = torch.arange(entries)
-        slots = lengths[:, None] + drafted
-        every = torch.arange(int(lengths.max()) + entries).expand(batch, -1)
-        seen = (every < lengths[:, None])[:, None].repeat(1, width, 1)
-        seen.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
-        at = every.scatter(1, slots, lengths[:, None] + drafted // width)
-        positions = (lengths + level - 1)[:, None].expand(-1, width)
-        return cls(positions, slots[:, -width:], seen, at)
-
-    def masks(self, kinds: Sequence[MaskKind], dtype: torch.dtype, device: torch.device) -> Any:
-        """Additive masks [B, 1, Q, S]: one for models with one kind of layers, else a dict of them."""
-        masks = {}
-        for kind in kinds:
-            horizon = kind.horizon(self.positions)
-            seen = self.seen if horizon is None else self.seen & (self.at[:, None] > horizon[..., None])
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            mask.masked_fill_(~seen, torch.finfo(dtype).min / 2)  # as in `Verifier.masks`
-            masks[kind.name] = mask[:, None].to(device)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def enter(self, cache: SlotCache, device: torch.device) -> None:
-        """Let the next forward with `cache` write to these slots."""
-        cache.place(self.slots.to(device), self.seen.shape[-1])
 
 
 def attention_kinds(model: PreTrainedModel) -> tuple[int, list[MaskKind]]:

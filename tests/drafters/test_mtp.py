@@ -22,7 +22,7 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from hf_dart import MtpDrafter, TreeConfig, load_drafter
-from hf_dart.drafters.beams import BeamProposal
+from hf_dart.drafters.beams import BeamProposal, View
 from hf_dart.interop.mtp_module import module_count, read_module
 
 EXACT = tally("float64, multi-token prediction modules")
@@ -152,7 +152,7 @@ def test_the_modules_of_qwen3_next(folders: Any) -> None:
     drafter = MtpDrafter(module, target)
     state = drafter.begin(1, 4)
     drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
-    found = drafter.log_chances(drafter._read(state, states[:, 3:], ids[:, 4:9], torch.tensor([5])))
+    found = drafter.log_chances(drafter._run(state, states[:, 3:], ids[:, 4:9], View.after(state, 5)))
     assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
 
 
@@ -182,7 +182,7 @@ def test_the_modules_of_mimo(folders: Any) -> None:
     expected = target.lm_head(norm(x, "final_layernorm")).log_softmax(-1)
     state = drafter.begin(1, 4)
     drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
-    found = drafter.log_chances(drafter._read(state, states[:, 3:], ids[:, 4:9], torch.tensor([5])))
+    found = drafter.log_chances(drafter._run(state, states[:, 3:], ids[:, 4:9], View.after(state, 5)))
     assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
 
 

@@ -11,14 +11,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar, Self
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.drafters.base import Verified
-from hf_dart.drafters.beams import BeamDrafter
+from hf_dart.drafters.beams import BeamDrafter, View, last_of
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.eagle.modeling import EagleModel
 from hf_dart.drafters.layers import memory
@@ -84,42 +82,32 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
         drafted = self.beam * self.config.draft_length
         return SlotCache.begin(self.slot_spec, 2 * self.config.num_layers, batch_size, capacity + drafted)
 
-    def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        for part in Verified(features, next_tokens, counts).parts():
-            self._read(state, part.features, part.next_tokens)
-            state.advance(part.counts)
-
     def read_last(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
-        read = self._read(state, features, next_tokens)
+        fused = self.fuse(features.to(device=self.device, dtype=self.dtype))
+        view = View.after(state, next_tokens.shape[1])
+        read = self._run(state, next_tokens, fused, view, view.positions)
         state.advance(counts)
-        ends = (counts - 1).clamp(min=0).to(read.device)[:, None, None].expand(-1, 1, read.shape[-1])
-        return read.gather(1, ends)
+        return last_of(read, counts)
 
     def draft_level(self, state: SlotCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
-        width, entries = sees.shape[1:]
-        slots = state.lengths[:, None] + torch.arange(entries, device=self.device)
-        end = state.longest + entries
-        state.store.reserve(end)
-        ages = (state.lengths[:, None] - 1 - torch.arange(end, device=self.device))[:, None]  # [B, 1, end]
-        mask = (ages >= 0).repeat(1, width, 1)
-        mask.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
-        positions = (state.lengths + level - 1)[:, None].expand(-1, width)
-        remember = partial(memory, state, slots=slots[:, -width:], keys=slice(end))
-        embeddings, rotation = self.embed(tokens), self.rotation(positions)
-        return self.step(embeddings, previous, rotation, mask[:, None], ages[:, None], remember)
+        # A drafted entry attends to as many positions of the text as its last one.
+        return self._run(state, tokens, previous, View.of_level(state, level, sees), state.lengths[:, None] - 1)
 
     def log_chances(self, states: Tensor) -> Tensor:
         logits = self.logits(self.final(states)).float()
         # Tokens outside the draft vocabulary have almost no probability.
         return spread(logits, self.draft_vocabulary, self.config.vocab_size).log_softmax(-1)
 
-    def _read(self, state: SlotCache, features: Tensor, next_tokens: Tensor) -> Tensor:
-        """States [B, A, H] of verified positions, whose keys and values are written after those of `state`."""
-        fused = self.fuse(features.to(device=self.device, dtype=self.dtype))
-        entries = torch.arange(next_tokens.shape[1], device=self.device)
-        positions = state.lengths[:, None] + entries
-        end = state.longest + len(entries)
+    def _run(self, state: SlotCache, tokens: Tensor, features: Tensor, view: View, asked_from: Tensor) -> Tensor:
+        """States [B, Q, H] of tokens [B, Q], whose keys and values are written to the slots of `view`.
+
+        Args:
+            features: [B, Q, H] what stands in front of each token.
+            asked_from: [B, Q or 1] positions from which windows are counted.
+        """
+        end = view.seen.shape[-1]
         state.store.reserve(end)
-        ages = (positions[..., None] - torch.arange(end, device=self.device))[:, None]
-        remember = partial(memory, state, slots=positions, keys=slice(end))
-        return self.step(self.embed(next_tokens), fused, self.rotation(positions), ages >= 0, ages, remember)
+        ages = asked_from[..., None] - view.at[:, None]
+        remember = partial(memory, state, slots=view.slots, keys=slice(end))
+        rotation = self.rotation(view.positions)
+        return self.step(self.embed(tokens), features, rotation, view.seen[:, None], ages[:, None], remember)

@@ -11,19 +11,17 @@ from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_dart.drafters import hooks
-from hf_dart.drafters.base import Verified
+from hf_dart.drafters.beams import View
 from hf_dart.drafters.compatibility import unwrapped
-from hf_dart.drafters.cost import model_sizes, relative_cost
+from hf_dart.drafters.cost import model_sizes
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, View, attention_kinds
+from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, attention_kinds
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.mtp_module import module_count
@@ -77,9 +75,9 @@ class LanguageModelDrafter(StockDrafter):
     ) -> None:
         if unwrapped(model) is unwrapped(target):
             raise ValueError(_ITSELF)
-        super().__init__(draft_length, beam, tree_config)
+        layers, self._kinds = attention_kinds(model)
+        super().__init__(layers, draft_length, beam, tree_config)
         self.model = model.eval()
-        self._layers, self._kinds = attention_kinds(model)
         check_verification(model)
         text = model.config.get_text_config(decoder=True)
         known = (text.pad_token_id, text.bos_token_id, text.eos_token_id, 0)
@@ -92,8 +90,7 @@ class LanguageModelDrafter(StockDrafter):
         self._cache_name = cache_name(model)
         check_vocabulary(model, target, tokenizer)
         self._vocab_size = _logits_of(target)
-        self._targets: WeakSet[Any] = WeakSet([target])
-        hooks.decoding().attached(target)
+        self._attach(target)
 
     @classmethod
     def from_pretrained(
@@ -145,32 +142,23 @@ class LanguageModelDrafter(StockDrafter):
     def feature_layers(self) -> list[int]:
         return []
 
-    def check_target(self, target: PreTrainedModel) -> None:
+    def check_fit(self, target: PreTrainedModel) -> None:
         """Refuse a target of another vocabulary."""
-        if target not in self._targets:
-            check_vocabulary(self.model, target, None)
-            if _logits_of(target) != self._vocab_size:
-                raise ValueError(
-                    f"This drafter was made for a target with {self._vocab_size} logits and this one has "
-                    f"{_logits_of(target)}; make a LanguageModelDrafter for it."
-                )
-            self._targets.add(target)
+        check_vocabulary(self.model, target, None)
+        if _logits_of(target) != self._vocab_size:
+            raise ValueError(
+                f"This drafter was made for a target with {self._vocab_size} logits and this one has "
+                f"{_logits_of(target)}; make a LanguageModelDrafter for it."
+            )
 
-    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
-        return relative_cost(target, depth or self.draft_length, model_sizes(self.model))
+    def weights_read(self) -> list[int]:
+        return model_sizes(self.model)
 
     # ---- drafting -----------------------------------------------------------------------------------
-
-    def begin(self, batch_size: int, capacity: int) -> ModuleCache:
-        return ModuleCache.of_layers(self._layers, batch_size, capacity + self.beam * self.draft_length)
 
     def read_first(self, state: ModuleCache, tokens: Tensor, counts: Tensor) -> None:
         self.extend(state, tokens.new_empty(*tokens.shape[:2], 0), tokens, counts)
         state.first = counts.cpu()
-
-    def extend(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        for part in Verified(features, next_tokens, counts).parts():
-            self._read(state, part.next_tokens, part.counts)
 
     @property
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
@@ -179,23 +167,8 @@ class LanguageModelDrafter(StockDrafter):
     def read_last(
         self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor
     ) -> Tensor | None:
-        return self._read(state, next_tokens, counts)
-
-    def draft_level(
-        self, state: ModuleCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor
-    ) -> Tensor:
-        return self._run(state, tokens, View.of_level(state.lengths, level, sees))
-
-    def log_chances(self, states: Tensor) -> Tensor:
-        more = self._vocab_size - states.shape[-1]
-        # Tables of one vocabulary may differ in padding rows.
-        return torch.nn.functional.pad(states.float().log_softmax(-1), (0, more), value=-inf)
-
-    def _read(self, state: ModuleCache, tokens: Tensor, counts: Tensor) -> Tensor | None:
-        """Take in tokens [B, A], of which `counts` [B] count, or what stands for them; logits [B, 1, V] after the last.
-
-        None where the text is longer than the model's positions.
-        """
+        """Take in tokens; logits [B, 1, V] after the last, None where the text is longer than the model's positions."""
+        tokens = next_tokens
         if tokens.is_floating_point():  # a prompt given as the target's embeddings
             tokens = tokens.new_full(tokens.shape[:2], self._unknown, dtype=torch.long)
         counts = counts.cpu()
@@ -205,10 +178,20 @@ class LanguageModelDrafter(StockDrafter):
             return None
         ends = (counts - 1).clamp(min=0)
         wanted, places = ends.unique(return_inverse=True)
-        logits = self._run(state, tokens, View.after(state.lengths, tokens.shape[1]), wanted)
+        logits = self._run(state, tokens, View.after(state, tokens.shape[1]), wanted)
         state.advance(counts)
         rows = torch.arange(len(counts))
         return logits[rows, places.to(logits.device)][:, None]
+
+    def draft_level(
+        self, state: ModuleCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor
+    ) -> Tensor:
+        return self._run(state, tokens, View.of_level(state, level, sees))
+
+    def log_chances(self, states: Tensor) -> Tensor:
+        more = self._vocab_size - states.shape[-1]
+        # Tables of one vocabulary may differ in padding rows.
+        return torch.nn.functional.pad(states.float().log_softmax(-1), (0, more), value=-inf)
 
     def _run(self, state: ModuleCache, tokens: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
         """Logits [B, n, V] of the entries `wanted` [n], or all, of tokens [B, Q]."""

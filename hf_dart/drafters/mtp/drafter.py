@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from typing import Any, Self
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.drafters import hooks
-from hf_dart.drafters.base import Verified
-from hf_dart.drafters.cost import relative_cost, sizes
+from hf_dart.drafters.beams import View, last_of
+from hf_dart.drafters.cost import sizes
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, View
+from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter
 from hf_dart.interop.mtp_module import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import layer_count, lm_head_of
@@ -69,7 +67,7 @@ class MtpDrafter(StockDrafter):
         beam: int = 4,
         tree_config: TreeConfig | None = None,
     ) -> None:
-        super().__init__(draft_length, beam, tree_config)
+        super().__init__(1, draft_length, beam, tree_config)
         self.module = module
         (kind,) = getattr(module.config, "layer_types", None) or ["full_attention"]
         if kind not in ("full_attention", "sliding_attention"):
@@ -81,8 +79,7 @@ class MtpDrafter(StockDrafter):
         self._rotary = {"layer_type": kind} if module.has_per_layer_rope else {}
         self._device = device_of(lm_head_of(target))
         self._features = [layer_count(target)]
-        self._targets: WeakSet[Any] = WeakSet([target])
-        hooks.decoding().attached(target)
+        self._attach(target)
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -138,18 +135,14 @@ class MtpDrafter(StockDrafter):
     def feature_layers(self) -> list[int]:
         return self._features
 
-    def check_target(self, target: PreTrainedModel) -> None:
-        """Refuse other targets than the module's own, deep copies and PEFT wrappers of it aside."""
-        if target in self._targets:
-            return
+    def check_fit(self, target: PreTrainedModel) -> None:
+        """Refuse other targets than the module's own."""
         ours, theirs = self.module.embed_tokens.weight, target.get_input_embeddings().weight
         if layer_count(target) != self._features[0] or ours.shape != theirs.shape or not torch.equal(ours, theirs):
             raise ValueError("This module belongs to another target; call MtpDrafter.from_target(model) with this one.")
-        self._targets.add(target)
 
-    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
-        own = sizes(self.module.layers) + sizes(self.module.shared_head)
-        return relative_cost(target, depth or self.draft_length, own)
+    def weights_read(self) -> list[int]:
+        return sizes(self.module.layers) + sizes(self.module.shared_head)
 
     # ---- drafting -----------------------------------------------------------------------------------
 
@@ -157,33 +150,20 @@ class MtpDrafter(StockDrafter):
     def reads_embeddings(self) -> bool:
         return True
 
-    def begin(self, batch_size: int, capacity: int) -> ModuleCache:
-        return ModuleCache.of_layers(1, batch_size, capacity + self.beam * self.draft_length)
-
-    def extend(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        for part in Verified(features, next_tokens, counts).parts():
-            self._read(state, *part)
-
     @property
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
         return self._device, self.module.layers[0].eh_proj.weight.dtype
 
     def read_last(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
-        states = self._read(state, features, next_tokens, counts)
-        rows, ends = torch.arange(len(counts)), (counts.cpu() - 1).clamp(min=0)
-        return states[rows, ends.to(states.device)][:, None]
+        states = self._run(state, features, next_tokens, View.after(state, next_tokens.shape[1]))
+        state.advance(counts)
+        return last_of(states, counts)
 
     def draft_level(self, state: ModuleCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
-        return self._run(state, previous, tokens, View.of_level(state.lengths, level, sees))
+        return self._run(state, previous, tokens, View.of_level(state, level, sees))
 
     def log_chances(self, states: Tensor) -> Tensor:
         return self.module._project_to_logits(states).float().log_softmax(-1)
-
-    def _read(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
-        """States [B, A, H] of verified positions."""
-        states = self._run(state, features, next_tokens, View.after(state.lengths, next_tokens.shape[1]))
-        state.advance(counts)
-        return states
 
     def _run(self, state: ModuleCache, features: Tensor, tokens: Tensor, view: View) -> Tensor:
         """States [B, Q, H] of tokens [B, Q], or their embeddings [B, Q, E], after what stands in front, [B, Q, H]."""
