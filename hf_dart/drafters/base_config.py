@@ -120,7 +120,8 @@ class DrafterConfig(PreTrainedConfig):
     @property
     def made_for(self) -> str:
         """Name of the drafter's target in messages."""
-        return self.target_name or f"a {self.target_model_type} target"
+        kind = "a target" if self.target_model_type is None else f"a {self.target_model_type} target"
+        return self.target_name or kind
 
     @property
     def needs(self) -> dict[str, int]:
@@ -131,6 +132,11 @@ class DrafterConfig(PreTrainedConfig):
             "number of layers": self.target_num_layers,
             "LM head width": self.hidden_size,
         }
+
+    @property
+    def known_rows(self) -> int | None:
+        """Rows of the target's embedding table; None if they are not known."""
+        return self.vocab_size
 
     @property
     def borrows_vocabulary(self) -> bool:

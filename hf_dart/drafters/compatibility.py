@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -11,34 +11,6 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.base import Drafter
 from hf_dart.models.features import layer_count, lm_head_of
 from hf_dart.models.tokenizers import same_vocabulary, template_hash, tokenizer_beside
-
-
-class TargetNeeds(Protocol):
-    """Requirements on a target, from the config of a drafter.
-
-    Attributes:
-        made_for: what messages call that target.
-        needs: sizes by name: "hidden size", "embedding width", "LM head width", "number of layers"; those that are
-            not there may be any.
-        vocab_size: rows of its embedding table; None if that is not known.
-        tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of its tokenizer; None if that is not known.
-        chat_template_hash: of the chat template of the training texts; None if that is not known.
-    """
-
-    @property
-    def made_for(self) -> str: ...
-
-    @property
-    def needs(self) -> dict[str, int]: ...
-
-    @property
-    def vocab_size(self) -> int | None: ...
-
-    @property
-    def tokenizer_hash(self) -> str | None: ...
-
-    @property
-    def chat_template_hash(self) -> str | None: ...
 
 
 def unwrapped(model: Any) -> Any:
@@ -67,8 +39,13 @@ def _refuse_no_target(model: Any) -> None:
         )
 
 
-def check_compatible(config: TargetNeeds, target: PreTrainedModel, tokenizer: Any = None) -> None:
+def check_compatible(config: Any, target: PreTrainedModel, tokenizer: Any = None) -> None:
     """Compare a drafter's config with a target and, where one is known, its tokenizer.
+
+    Args:
+        config: a `DrafterConfig`.
+        target: a causal LM.
+        tokenizer: of the target; None looks for it in the folder of the target's weights.
 
     Raises:
         ValueError: the widths, layers or vocabulary differ; the message names both sides.
@@ -104,7 +81,7 @@ def check_compatible(config: TargetNeeds, target: PreTrainedModel, tokenizer: An
         )
 
 
-def _check_vocabulary(config: TargetNeeds, target: PreTrainedModel, tokenizer: Any, rows: int) -> None:
+def _check_vocabulary(config: Any, target: PreTrainedModel, tokenizer: Any, rows: int) -> None:
     tokenizer = tokenizer_beside(target) if tokenizer is None else tokenizer
     if config.tokenizer_hash is not None and tokenizer is not None:
         if not same_vocabulary(config.tokenizer_hash, tokenizer, rows):
@@ -115,11 +92,11 @@ def _check_vocabulary(config: TargetNeeds, target: PreTrainedModel, tokenizer: A
             )
         # Equal ids: tables that differ only in padding rows are of one vocabulary.
         return
-    if config.vocab_size is not None and config.vocab_size != rows:
+    if config.known_rows is not None and config.known_rows != rows:
         known = config.tokenizer_hash is not None
         padded = ", or, if they differ in padding rows only, pass tokenizer= so that the vocabularies can be compared"
         raise ValueError(
-            f"This drafter was made for an embedding table of {config.vocab_size} rows and {_name(target)} has {rows}; "
+            f"This drafter was made for an embedding table of {config.known_rows} rows and {_name(target)} has {rows}; "
             f"load a drafter that was made for this target{padded if known else ''}."
         )
 

@@ -80,8 +80,8 @@ def load_published(
     return attach_to(drafter.to(saved), target, tokenizer, dtype=saved if wanted == "auto" else wanted)
 
 
-def note_origin(config: Any, path: str, **where: Any) -> None:
-    """Keep in a drafter's config where it comes from, and under which licence, as its card will say.
+def note_origin(config: Any, path: str, **where: Any) -> Any:
+    """Keep in a drafter's config, which is returned, where it comes from and its licence, as its card will say.
 
     Args:
         path: a folder or a Hub repository.
@@ -89,6 +89,7 @@ def note_origin(config: Any, path: str, **where: Any) -> None:
     """
     config.origin = path if not Path(path).is_dir() else Path(path).resolve().name
     config.origin_license = published_license(path, **where)
+    return config
 
 
 def _same_rows(table: Tensor | None, target: PreTrainedModel) -> bool:

@@ -63,25 +63,6 @@ class DFlashShape:
         """H, also the width of the target's hidden states, embeddings and LM head."""
         return self.backbone.hidden_size
 
-    @property
-    def made_for(self) -> str:
-        """Name of the target in messages; neither format has one."""
-        return "a target"
-
-    @property
-    def needs(self) -> dict[str, int]:
-        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
-        widths = dict.fromkeys(("hidden size", "embedding width", "LM head width"), self.hidden_size)
-        return widths if self.num_target_layers is None else {**widths, "number of layers": self.num_target_layers}
-
-    @property
-    def tokenizer_hash(self) -> None:
-        """None: neither format says which tokenizer the target has."""
-
-    @property
-    def chat_template_hash(self) -> None:
-        """None: neither format says which chat template the drafter was trained with."""
-
     @classmethod
     def read(cls, content: dict[str, Any]) -> DFlashShape:
         """Read a config.json.
@@ -111,16 +92,27 @@ class DFlashConfig(DrafterConfig):
     published: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
+    def needs(self) -> dict[str, int]:
+        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
+        widths = dict.fromkeys(("hidden size", "embedding width", "LM head width"), self.hidden_size)
+        layers = DFlashShape.read(self.published).num_target_layers
+        return widths if layers is None else {**widths, "number of layers": layers}
+
+    @property
+    def known_rows(self) -> int | None:
+        """Rows of the target's embedding table; None where the published format does not say."""
+        return DFlashShape.read(self.published).vocab_size
+
+    @property
     def described(self) -> str:
         """The kind and format of the published drafter, in words."""
         return dflash_format(self.published) or ""
 
     @classmethod
-    def of(cls, published: dict[str, Any], **known: Any) -> Self:
-        """Return the config of a published drafter, by its config.json; `known` are further fields."""
+    def of(cls, published: dict[str, Any]) -> Self:
+        """Return the config of a published drafter, by its config.json."""
         config = DFlashShape.read(published)
         shape = config.backbone
-        vocabulary = {} if config.vocab_size is None else {"vocab_size": config.vocab_size}
         depth = config.num_target_layers or max(config.feature_layers)
         return cls(
             published=published,
@@ -129,5 +121,6 @@ class DFlashConfig(DrafterConfig):
             **{name: getattr(shape, name) for name in _SHAPE},
             embedding_size=config.hidden_size,
             feature_size=config.hidden_size,
-            **{"target_num_layers": depth, **vocabulary, **known},
+            **({} if config.vocab_size is None else {"vocab_size": config.vocab_size}),
+            target_num_layers=depth,
         )

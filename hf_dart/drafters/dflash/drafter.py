@@ -24,15 +24,15 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.base_config import told_of
-from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.dflash.modeling import DFlashModel
 from hf_dart.drafters.layers import memory
+from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import attach_to
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import weight_shapes
-from hf_dart.hub.download import checkpoint_config, published_license, refuse_fields, weight_files
+from hf_dart.hub.download import checkpoint_config, refuse_fields, weight_files
 from hf_dart.interop.dflash import dflash_format
 from hf_dart.interop.weights import read_weights, vocabulary_maps
 from hf_dart.models.devices import as_dtype, rows_of
@@ -136,7 +136,7 @@ class DFlashDrafter(DFlashModel):
         self.config.save_pretrained(folder)
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
-        check_compatible(self.shape, target, tokenizer)
+        super()._check_compatible(target, tokenizer)
         deepest, mask = max(self.shape.feature_layers), self.shape.mask_token_id
         layers, rows = layer_count(target), int(target.get_input_embeddings().num_embeddings)
         if deepest > layers or mask >= rows:
@@ -233,8 +233,7 @@ class DFlashDrafter(DFlashModel):
 def _config(path: str, content: dict[str, Any], **where: Any) -> DFlashConfig:
     """Return the config of a drafter, whose config.json holds `content`, published or ours."""
     if content.get("model_type") != DFlashConfig.model_type:
-        origin = Path(path).resolve().name if Path(path).is_dir() else path
-        return DFlashConfig.of(content, origin=origin, origin_license=published_license(path, **where))
+        return note_origin(DFlashConfig.of(content), path, **where)
     refuse_fields(path, content, DFlashConfig)
     try:
         return DFlashConfig.from_dict(content)
