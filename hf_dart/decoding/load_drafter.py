@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import AttachedGenerate, attach, detach
-from hf_dart.drafters.registry import check_options, registered
+from hf_dart.drafters.registry import registered
 from hf_dart.hub.download import HUB_OPTIONS, head_config, tensor_names
 
 _LOGGER = logging.getLogger(__name__)
@@ -44,7 +44,6 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     named = ((kind, found) for kind in kinds.values() if (found := kind.reads_named(content, names)))
     told = ((kind, found) for kind in kinds.values() if (found := kind.recognises(content)))
     kind, found = next(chain(named, told), (kinds["dart"], None))
-    check_options(kind.drafter, content, options, "default")
     drafter = kind.drafter.from_pretrained(path, **options)
     _LOGGER.info("%s holds %s, which %s reads.", path, found or kind.called, kind.drafter.__name__)
     if default:

@@ -179,11 +179,11 @@ def activate(head: TrainedDrafter, name: str) -> None:
             module.set_adapter(name)
 
 
-def enable(head: TrainedDrafter, enabled: bool) -> None:
-    """Turn adapters on or off, whole modules too."""
+def enable(head: TrainedDrafter) -> None:
+    """Turn adapters on; transformers forgets modules that are trained as a whole."""
     for module in head.modules():
         if isinstance(module, (ModulesToSaveWrapper, BaseTunerLayer)):
-            module.enable_adapters(enabled)
+            module.enable_adapters(True)
 
 
 def unwrap(head: TrainedDrafter, merge: str | None) -> None:
@@ -321,7 +321,11 @@ def read(head: TrainedDrafter, state: dict[str, Tensor], path: str, name: str) -
 
 
 def reread(head: TrainedDrafter, folder: str) -> None:
-    """Fill the active adapter from a checkpoint of it."""
+    """Give the active adapter the weights of one of its checkpoints.
+
+    Raises:
+        ValueError: they are damaged, or those of an adapter of another shape.
+    """
     _check_base(head, folder)
     read(head, read_state(folder), folder, head.active_adapters()[0])
 

@@ -6,28 +6,17 @@ class as a name of `hf_dart`. The kinds of this package are found by their folde
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, TypeVar
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from hf_dart.drafters.compatibility import unwrapped
-from hf_dart.errors import annotated, refuse_unknown
-from hf_dart.hub.download import HUB_OPTIONS
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind, Names
 
 Class = TypeVar("Class", bound=type[Any])
-# Options that `from_pretrained` takes without naming them.
-_OF_TRANSFORMERS = (
-    "allow_all_kernels", "attn_implementation", "device_map", "device_mesh", "distributed_config", "dtype",
-    "experts_implementation", "gguf_file", "kernel_config", "key_mapping", "max_memory", "offload_buffers",
-    "offload_folder", "proxies", "quantization_config", "tp_plan", "tp_size", "trust_remote_code", "use_kernels",
-    "variant",
-)  # fmt: skip
 
 
 def _nothing_else(*content: Any) -> None:
@@ -80,24 +69,3 @@ def trainers() -> dict[str, tuple[Any, str]]:
     """Return the choices of `hf-dart train --drafter`: the class of the drafter, and "module:class" of its trainer."""
     found = registered().values()
     return {name: (kind.drafter, trainer) for kind in found for name, trainer in kind.trainers.items()}
-
-
-def check_options(kind: Any, content: Mapping[str, Any], options: Mapping[str, Any], *others: str) -> None:
-    """Raise for what is no option of `kind.from_pretrained`: its own, transformers', or a field of the config.
-
-    Args:
-        kind: a class of drafters.
-        content: of the config.json.
-        options: as given.
-        others: names of further options.
-
-    Raises:
-        TypeError: one is unknown, or `target` is no model.
-    """
-    makers = (one.from_pretrained for one in (*kind.__mro__, PreTrainedModel) if "from_pretrained" in vars(one))
-    named = {name for make in makers for name in inspect.signature(make).parameters}
-    fields = annotated(getattr(kind, "config_class", None) or object)
-    known = {*named, *fields, *content, *HUB_OPTIONS, *_OF_TRANSFORMERS, *others}
-    refuse_unknown(options, known, "Loading a drafter takes no option")
-    if options.get("target") is not None:
-        unwrapped(options["target"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,9 +18,9 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import hooks
 from hf_dart.drafters.base import Drafter, Verified
-from hf_dart.drafters.compatibility import check_compatible
+from hf_dart.drafters.compatibility import check_compatible, unwrapped
 from hf_dart.drafters.cost import relative_cost, sizes
-from hf_dart.drafters.registry import check_options, registered
+from hf_dart.drafters.registry import registered
 from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.errors import missing_folder
 from hf_dart.hub.checkpoint import weight_shapes
@@ -177,9 +176,17 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
     # ---- drafting -----------------------------------------------------------------------------------
 
     @property
-    @abstractmethod
     def slot_spec(self) -> SlotSpec:
         """Heads, width, dtype and device of the buffers of keys and values that `begin` makes."""
+        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
+
+    @property
+    def cache_buffers(self) -> int:
+        """Number of buffers that `begin` makes: keys and values of each layer."""
+        return 2 * self.config.num_layers
+
+    def begin(self, batch_size: int, capacity: int) -> SlotCache:
+        return SlotCache.begin(self.slot_spec, self.cache_buffers, batch_size, capacity + self.draft_length)
 
     def resume(self, state: SlotCache, pending: list[Verified], lengths: Tensor) -> bool:
         spec = self.slot_spec
@@ -282,15 +289,11 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         if "config" not in kwargs:
             # transformers would replace a missing config.json by defaults.
             content, commit = head_config(path, **{name: kwargs[name] for name in HUB_OPTIONS if name in kwargs})
-            check_options(cls, content, {**kwargs, "target": target})
             if commit is not None:
                 kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
             if content.get("model_type") != cls.config_class.model_type:
                 return cls._from_published(path, content, target, tokenizer, **kwargs)._with_table(ngram)
             refuse_fields(path, content, cls.config_class)
-        for name in ("variant", "gguf_file"):
-            if kwargs.get(name) is not None:
-                raise ValueError(f"The weights of a drafter lie in model.safetensors; leave {name}= out.")
         place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         if optional_file(path, ADAPTER_CONFIG, **place) is not None:
             raise ValueError(f"{path} holds an adapter ({ADAPTER_CONFIG}); give the folder of a {cls.described_as}.")
@@ -314,6 +317,9 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         except _NO_DRAFTER as error:
             if isinstance(error, ValueError) and str(error).endswith("."):
                 raise
+            if "unexpected keyword argument" in str(error):
+                name = str(error).split()[-1]
+                raise TypeError(f"Loading a drafter takes no option {name}; leave it out.") from error
             # A field of a type or size that no drafter has may fail anywhere.
             words = " ".join(str(error).split())
             raise ValueError(
@@ -365,39 +371,24 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         self,
         repo_id: str,
         *,
-        commit_message: str | None = None,
-        commit_description: str | None = None,
-        private: bool | None = None,
-        token: bool | str | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
         max_shard_size: int | str = "50GB",
-        tags: list[str] | None = None,
-        **known: Any,
+        **options: Any,
     ) -> CommitInfo:
-        """Push to the Hub in one commit: weights, config, a card, `custom_generate` and what else is `known` about it.
+        """Push to the Hub in one commit: weights, config, a card, `custom_generate` and what else is known about it.
 
         Args:
-            known: card, bench, training, base_model, bench_dataset, license, language, datasets, as for
+            repo_id: "name" or "user/name".
+            max_shard_size: as for `save_pretrained`.
+            options: private, token, revision, create_pr, commit_message, commit_description, card, bench, training,
+                base_model, bench_dataset, license, language, datasets, tags, as for
                 `hf_dart.hub.publish.push_folder`, which also says what is raised.
         """
         with TemporaryDirectory() as folder:
             with self.keeping_location():
                 self.save_pretrained(folder, max_shard_size=max_shard_size)
-            commit = push_folder(
-                folder,
-                repo_id,
-                commit_message=commit_message,
-                commit_description=commit_description,
-                private=private,
-                token=token,
-                revision=revision,
-                create_pr=create_pr,
-                tags=tuple(tags or ()),
-                **known,
-            )
-        if not create_pr:
-            self.record_location(commit.repo_url.repo_id, revision=revision)
+            commit = push_folder(folder, repo_id, **options)
+        if not options.get("create_pr"):
+            self.record_location(commit.repo_url.repo_id, revision=options.get("revision"))
         return commit
 
     @contextmanager
@@ -420,8 +411,10 @@ def attach_to(drafter: Any, target: PreTrainedModel, tokenizer: Any, dtype: torc
         dtype: of the drafter's weights.
 
     Raises:
+        TypeError: `target` is no model.
         ValueError: the drafter was made for another target, or the target cannot verify trees exactly.
     """
+    unwrapped(target)
     drafter.bind(target, tokenizer)
     lm_head = lm_head_of(target)
     floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype

@@ -18,6 +18,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
+from hf_dart.drafters.adapters import reread
 from hf_dart.errors import sentence
 from hf_dart.hub.download import ADAPTER_CONFIG
 
@@ -77,14 +78,14 @@ class WholeCheckpoints(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         # `Trainer` loads adapters of a `PeftModel` only.
         if self.drafter.adapted:
-            self.drafter.reload_adapter(resume_from_checkpoint)
+            reread(self.drafter, resume_from_checkpoint)
         else:
             with _readable(resume_from_checkpoint):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         if self.drafter.adapted:
-            self.drafter.reload_adapter(self.state.best_model_checkpoint)
+            reread(self.drafter, self.state.best_model_checkpoint)
         else:
             super()._load_best_model()
         self.best_from = len(self.state.log_history)

@@ -93,11 +93,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "a name as the target of a new head": (lambda model, head, run: DartHead.from_target("target"), "not 'target'"),
     "no option of loading": (
         lambda model, head, run: load_drafter(f"{run}/final", target=model, defualt=True),
-        "no option 'defualt'; did you mean 'default'?",
-    ),
-    "no option of a class": (
-        lambda model, head, run: DartHead.from_pretrained(f"{run}/final", target=model, default=True),
-        "no option 'default'; leave it out|did you mean",
+        "takes no option 'defualt'; leave it out",
     ),
     "no field of a head": (
         lambda model, head, run: DartHead.from_target(model, draft_lenght=5),

@@ -31,9 +31,7 @@ from torch import nn
 
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.base_config import DrafterConfig
-from hf_dart.drafters.trained import TrainedDrafter, TrainedDrafter
-from hf_dart.cache.slots import SlotSpec
-from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.training.trainers.trainer import DrafterTrainer
 
 
@@ -59,11 +57,8 @@ class ToyDrafter(TrainedDrafter):
         nn.init.constant_(module.weight, 9.0)
 
     @property
-    def slot_spec(self):
-        return SlotSpec(1, 2, self.dtype, self.device)
-
-    def begin(self, batch_size, capacity):
-        return SlotCache.begin(self.slot_spec, 0, batch_size, capacity)
+    def cache_buffers(self):
+        return 0
 
     def extend(self, state, features, next_tokens, counts):
         state.advance(counts)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import adapters
 from hf_dart.drafters.base import Proposal, Verified, pair_scores
 from hf_dart.drafters.dart.configuration import DartConfig
@@ -179,12 +178,8 @@ class DartHead(DartModel):
     fixed_shapes = True
 
     @property
-    def slot_spec(self) -> SlotSpec:
-        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
-
-    def begin(self, batch_size: int, capacity: int) -> SlotCache:
-        buffers = self._buffers_per_layer * self.config.num_layers
-        return SlotCache.begin(self.slot_spec, buffers, batch_size, capacity + self.config.draft_length)
+    def cache_buffers(self) -> int:
+        return self._buffers_per_layer * self.config.num_layers
 
     @property
     def _buffers_per_layer(self) -> int:
@@ -334,14 +329,6 @@ class DartHead(DartModel):
         """
         adapters.load(self, path, adapter_name, **where)
 
-    def reload_adapter(self, folder: str) -> None:
-        """Give the active adapter the weights of one of its checkpoints.
-
-        Raises:
-            ValueError: they are damaged, or those of an adapter of another shape.
-        """
-        adapters.reread(self, folder)
-
     def set_adapter(self, adapter_name: str) -> None:
         """Make this adapter the active one, at any time, between calls and between turns.
 
@@ -353,13 +340,9 @@ class DartHead(DartModel):
         """
         adapters.activate(self, adapter_name)
 
-    def disable_adapters(self) -> None:
-        """Draft as the head without adapters."""
-        adapters.enable(self, False)
-
     def enable_adapters(self) -> None:
         """Undo `disable_adapters`."""
-        adapters.enable(self, True)
+        adapters.enable(self)
 
     def merge_adapter(self) -> Self:
         """Fold the active adapter into the weights and drop the others: a head as if trained whole.

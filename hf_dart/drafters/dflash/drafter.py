@@ -21,7 +21,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.dflash.configuration import DFlashConfig
@@ -178,12 +177,8 @@ class DFlashDrafter(DFlashModel):
     # ---- drafting -----------------------------------------------------------------------------------
 
     @property
-    def slot_spec(self) -> SlotSpec:
-        shape, weight = self.shape.backbone, self.fc.weight
-        return SlotSpec(shape.num_key_value_heads, shape.head_dim, weight.dtype, weight.device)
-
-    def begin(self, batch_size: int, capacity: int) -> SlotCache:
-        return SlotCache.begin(self.slot_spec, 2 * len(self.layers), batch_size, capacity + self.shape.block_size)
+    def cache_buffers(self) -> int:
+        return 2 * len(self.layers)
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         known = self.hidden_norm(self.fc(features.to(self.fc.weight)))

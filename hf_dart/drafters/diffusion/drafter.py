@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.base import Proposal, Verified
 from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
@@ -79,14 +78,6 @@ class DiffusionDrafter(DiffusionModel):
     # ---- drafting -----------------------------------------------------------------------------------
 
     @property
-    def slot_spec(self) -> SlotSpec:
-        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self._device)
-
-    def begin(self, batch_size: int, capacity: int) -> SlotCache:
-        config = self.config
-        return SlotCache.begin(self.slot_spec, 2 * config.num_layers, batch_size, capacity + config.draft_length)
-
-    @property
     def reads_embeddings(self) -> bool:
         return self.config.share_embeddings
 
@@ -114,15 +105,15 @@ class DiffusionDrafter(DiffusionModel):
         batch, known = next_tokens.shape
         # Slots attend to each other in both directions: a shorter block is not the beginning of the trained one.
         block = max(depth or 0, self.draft_length)
-        taken = counts.to(self._device)
+        taken = counts.to(self.device)
         slots = self.embed(next_tokens.new_full((batch, block - 1), MASK, dtype=torch.long))
         x = torch.cat([self.embed_text(next_tokens, features), slots], dim=1)
         if batch > 1:
             # A row's slots follow its last real entry; later slots are never attended to.
-            entry = torch.arange(known + block - 1, device=self._device)
+            entry = torch.arange(known + block - 1, device=self.device)
             padding = (entry >= taken[:, None]) & (entry < known)
             x = torch.where(padding[..., None], self.mask_token.weight, x)
-        places = (taken - 1).clamp(min=0)[:, None] + torch.arange(block, device=self._device)
+        places = (taken - 1).clamp(min=0)[:, None] + torch.arange(block, device=self.device)
         hidden = self._run(state, x, self._view(state, known + block - 1, block - 1, taken), places)
         state.advance(counts)
         draft = self._denoise(state, Proposal(self.logits(hidden), hidden))
@@ -136,8 +127,8 @@ class DiffusionDrafter(DiffusionModel):
         logits, hidden = proposal.logits, proposal.hidden
         batch, depth, _ = logits.shape
         steps = min(self.denoise_steps, depth)
-        tokens = torch.full((batch, depth), MASK, device=self._device)
-        masked = torch.arange(depth, device=self._device).expand(batch, depth)  # [B, M], in ascending order
+        tokens = torch.full((batch, depth), MASK, device=self.device)
+        masked = torch.arange(depth, device=self.device).expand(batch, depth)  # [B, M], in ascending order
         # All steps write to the same slots.
         view = self._view(state, depth - 1, depth - 1) if steps > 1 else None
         for step in range(1, steps):
@@ -148,7 +139,7 @@ class DiffusionDrafter(DiffusionModel):
             confident = self.unmasking == "confidence"
             order = (best - candidates.logsumexp(-1) if confident else -masked).argsort(-1, descending=True)
             revealed, kept = order.split([masked.shape[1] - left, left], dim=1)
-            tokens = tokens.scatter(1, masked.gather(1, revealed), likeliest.to(self._device).gather(1, revealed))
+            tokens = tokens.scatter(1, masked.gather(1, revealed), likeliest.to(self.device).gather(1, revealed))
             masked = masked.gather(1, kept.sort(-1).values)
             assert view is not None
             read = torch.cat([hidden[:, :1], self._run(state, self.embed(tokens[:, :-1]), view)], dim=1)
@@ -165,7 +156,7 @@ class DiffusionDrafter(DiffusionModel):
             block: slots that attend to each other in both directions.
             counts: [B] entries in front of those slots; None if they are the first of the Q.
         """
-        window, device = self.config.context_window, self._device
+        window, device = self.config.context_window, self.device
         positions = state.lengths[:, None] + torch.arange(queries, device=device)
         # No entry attends to what precedes the first key.
         first, end = max(state.shortest + 1 - window, 0), state.longest + queries

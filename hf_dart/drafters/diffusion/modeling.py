@@ -61,27 +61,23 @@ class DiffusionModel(TrainedDrafter):
         if tokens.is_floating_point():
             return self._project(tokens)
         # Asking whether any is masked would make the host wait for the device.
-        known = tokens.clamp(min=0).to(self._device)
+        known = tokens.clamp(min=0).to(self.device)
         if self.config.share_embeddings:
             embedded = self._project(self.shared.embed(known))
         else:
             rows = self.config.vocab_size  # the target's table may have more rows: padding
             tokens = torch.where(tokens < rows, tokens, MASK)
             embedded = self.token_embedding(known.clamp(max=rows - 1))
-        return torch.where((tokens < 0).to(self._device)[..., None], self.mask_token.weight[0], embedded)
+        return torch.where((tokens < 0).to(self.device)[..., None], self.mask_token.weight[0], embedded)
 
     def _project(self, embeddings: Tensor) -> Tensor:
-        return self.embedding_proj(self.embedding_norm(embeddings.to(device=self._device, dtype=self.dtype)))
-
-    @property
-    def _device(self) -> torch.device:
-        return self.mask_token.weight.device
+        return self.embedding_proj(self.embedding_norm(embeddings.to(device=self.device, dtype=self.dtype)))
 
     def embed_text(self, tokens: Tensor, features: Tensor) -> Tensor:
         """Entries [B, A, H] of the text, of tokens [B, A] and the features [B, A, F] in front of each."""
         x = self.embed(tokens)
         if self.config.feature_layers:
-            features = features.to(device=self._device, dtype=self.dtype)
+            features = features.to(device=self.device, dtype=self.dtype)
             x = x + self.feature_norm(self.feature_proj(features))
         return x
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.beams import BeamDrafter, View, last_of
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.eagle.modeling import EagleModel
@@ -74,13 +73,8 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
-    @property
-    def slot_spec(self) -> SlotSpec:
-        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
-
     def begin(self, batch_size: int, capacity: int) -> SlotCache:
-        drafted = self.beam * self.config.draft_length
-        return SlotCache.begin(self.slot_spec, 2 * self.config.num_layers, batch_size, capacity + drafted)
+        return super().begin(batch_size, capacity + self.beam * self.draft_length)
 
     def read_last(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         fused = self.fuse(features.to(device=self.device, dtype=self.dtype))
