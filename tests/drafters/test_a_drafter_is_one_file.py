@@ -32,6 +32,8 @@ from torch import nn
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.drafters.trained import TrainedDrafter
+from hf_dart.drafters.registry import register
+from hf_dart.hub.kinds import CardTexts
 from hf_dart.training.trainers.trainer import DrafterTrainer
 
 
