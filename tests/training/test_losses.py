@@ -12,7 +12,6 @@ from support.tiny_training import BLOCKS, LENGTH, WORDS, examples
 from torch import Tensor
 
 from hf_dart.training.objective import losses
-from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL
 
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -206,27 +205,6 @@ def test_masked_cross_entropy() -> None:
         total = sum(-math.log(q[n][t][int(labels[n, t])]) for t in hidden)
         expected.append(total / (float(time[n]) * LENGTH))
     assert_close(losses.masked_cross_entropy(draft, labels, masked, time), expected)
-
-
-@pytest.mark.parametrize("more", [False, True])
-def test_chunks_give_the_loss_and_gradient_of_the_whole(more: bool) -> None:
-    random = torch.Generator().manual_seed(0)
-    weight = torch.randn(11, 6, generator=random, dtype=torch.float64)
-    goals = torch.randn(5, 4, 11, generator=random, dtype=torch.float64)
-    scales = [torch.arange(5.0, dtype=torch.float64)] if more else []
-
-    def block_losses(hidden: Tensor, goals: Tensor, *scales: Tensor) -> Tensor:
-        one = ((hidden @ weight.T).log_softmax(-1) * goals).sum((1, 2))
-        return one * scales[0] if scales else one
-
-    results = []
-    for size in (0, 1, 2, 5, 9):
-        hidden = torch.linspace(-1, 1, 5 * 4 * 6, dtype=torch.float64).view(5, 4, 6).requires_grad_()
-        total = chunked(block_losses, hidden, goals, *scales, chunk_size=size)
-        (3 * total).backward()
-        results.append((total.detach(), hidden.grad))
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=1e-12, atol=1e-12)
 
 
 # ---- what losses have to do with each other, and with verification ---------------------------------------------

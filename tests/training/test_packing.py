@@ -8,29 +8,14 @@ from hf_dart.training import PackedTokens
 from hf_dart.training.data.packing import Packer
 
 
-def test_packing_keeps_short_documents_whole() -> None:
+def test_packed_tokens_are_the_rows_of_the_packer() -> None:
     lengths = [5, 30, 9, 3, 12, 2, 20]
-    stream = np.concatenate([[*(100 * i + j + 1 for j in range(n - 1)), 0] for i, n in enumerate(lengths)]).astype(
-        np.uint16
-    )
-    rows = PackedTokens(stream, length=16, eos=0, minimum=3)
-    found: list[list[int]] = []
-    for row in rows:
-        assert row["input_ids"].shape == row["documents"].shape == (16,)
-        for document in range(int(row["documents"].max()) + 1):
-            found.append(row["input_ids"][row["documents"] == document].tolist())
-        assert (row["input_ids"][row["documents"] < 0] == 0).all()
-    pieces = []
-    for start, n in zip(np.cumsum([0, *lengths[:-1]]).tolist(), lengths, strict=True):
-        document = stream[start : start + n].tolist()
-        pieces += [document[i : i + 16] for i in range(0, n, 16)]
-    expected = [piece for piece in pieces if len(piece) >= 3]
-    assert sorted(found) == sorted(expected)
-    assert len(rows) < len(expected)
-
-    alone = PackedTokens(stream, length=16, eos=0, minimum=3, share_rows=False)
-    assert [row["input_ids"][row["documents"] == 0].tolist() for row in alone] == expected
-    assert all(row["documents"].max() == 0 for row in alone)
+    documents = [np.array([*range(100 * i + 1, 100 * i + n), 0], np.int32) for i, n in enumerate(lengths)]
+    for share_rows in (True, False):
+        rows = PackedTokens(np.concatenate(documents).astype(np.uint16), 16, 0, minimum=3, share_rows=share_rows)
+        packed = Packer(16, 2, share_rows)((ids, np.ones(len(ids), bool)) for ids in documents)
+        assert [row["input_ids"].tolist() for row in rows] == [ids.tolist() for ids in packed["input_ids"]]
+        assert [row["documents"].tolist() for row in rows] == [of.tolist() for of in packed["documents"]]
 
 
 def test_every_piece_of_a_document_begins_as_the_document_does() -> None:

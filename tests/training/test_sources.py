@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, HfArgumentParser, default_data_collator
+from transformers import AutoTokenizer, default_data_collator
 
 from hf_dart import DartConfig
 from hf_dart.hub.loading import PACKAGED_TARGET
 from hf_dart.models.tokenizers import vocabulary_hash
-from hf_dart.training import DartTrainingArguments, DataArguments, load_rows
+from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.objective.blocks import draw_anchors
 
 datasets = pytest.importorskip("datasets")
@@ -108,13 +108,6 @@ def test_without_packing_every_row_is_one_document(tmp_path: Path, tokenizer: An
     rows, _ = load_rows(arguments_for(tmp_path, source, packing=False), tokenizer, DRAFT)
     assert documents_of(rows) == pieces_of(TEXTS, tokenizer)
     assert all(int(row["documents"].max()) == 0 for row in rows)
-
-
-def test_fields_fit_beside_the_trainers(tmp_path: Path) -> None:
-    parser = HfArgumentParser((DataArguments, DartTrainingArguments))  # type: ignore[arg-type]
-    words = ["--train_data", "a.jsonl", "b:c", "--shares", "0.4", "0.6", "--enable_thinking", "False"]
-    data, _ = parser.parse_args_into_dataclasses([*words, "--output_dir", str(tmp_path), "--use_cpu"])
-    assert (data.train_data, data.shares, data.enable_thinking) == (["a.jsonl", "b:c"], [0.4, 0.6], False)
 
 
 def test_rows_are_cached_until_something_changes(tmp_path: Path) -> None:

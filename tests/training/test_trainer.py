@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.scripts import command, environment
-from support.tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart import DartHead, EagleDrafter
 from hf_dart.training import DartTrainer, DartTrainingArguments, EagleTrainer
@@ -149,37 +149,17 @@ def test_rows_without_blocks_leave_the_loss_as_it_is(tmp_path: Path) -> None:
         assert trainer.evaluate([*empty, *rows])["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
-def test_bf16_casts_the_target_and_its_lm_head_too(tmp_path: Path) -> None:
-    target = tiny_target()
-    head = tiny_head(target)
-    seen = set()
+@pytest.mark.parametrize("bf16", [True, False])
+def test_a_head_in_32_bits_learns_beside_a_target_in_16(tmp_path: Path, bf16: bool) -> None:
+    """By autocast of both, the LM head outside the head's forward included, or as the target was loaded."""
+    target, seen = tiny_target(torch.float32 if bf16 else torch.bfloat16), set()
+    head = tiny_head(target).float()
     target.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
-    rows = token_rows(LENGTHS)
-    trainer = tiny_trainer(tmp_path, head, target, rows, bf16=True, max_steps=2, logging_steps=1)
+    trainer = tiny_trainer(tmp_path, head, target, token_rows(LENGTHS), bf16=bf16, max_steps=2, logging_steps=1)
     trainer.train()
     assert seen == {torch.bfloat16}
     assert math.isfinite(float(trainer.state.log_history[0]["loss"]))
     assert head.fc.weight.dtype == torch.float32
-
-
-def test_a_target_in_16_bits_and_a_head_in_32(tmp_path: Path) -> None:
-    target = tiny_target(torch.bfloat16)
-    head = tiny_head(target).float()
-    trainer = tiny_trainer(tmp_path, head, target, token_rows(LENGTHS), max_steps=2, logging_steps=1)
-    trainer.train()
-    assert math.isfinite(float(trainer.state.log_history[0]["loss"]))
-    assert head.fc.weight.dtype == torch.float32
-
-
-def test_evaluation_reports_the_mean_block_loss(tmp_path: Path) -> None:
-    target = tiny_target()
-    head = tiny_head(target)
-    rows = token_rows([[24], [24]])
-    trainer = tiny_trainer(tmp_path, head, target, rows, anchors_per_row=30)
-    batch = batch_of(rows, head.draft_length, 30)
-    with torch.no_grad():
-        expected = trainer.compute_loss(head, batch).item()
-    assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("takes_positions", [True, False])
