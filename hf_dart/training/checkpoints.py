@@ -145,15 +145,13 @@ def check_checkpoint(checkpoint: str | Path, drafter: Any, sharded: bool = False
         ValueError: a part of it is missing or damaged, or is that of another run.
     """
     folder = Path(checkpoint)
-    if not folder.is_dir():
-        raise ValueError(f"There is no checkpoint {folder}; give a folder checkpoint-N of a run.")
+    for name in (TRAINER_STATE_NAME, *(() if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME))):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} is no checkpoint: it holds no {name}; begin a run with `head: {folder}`.")
     if drafter.adapted != (folder / ADAPTER_CONFIG).is_file():
         kinds = ("an adapter", "a whole drafter")
         trained, held = kinds if drafter.adapted else kinds[::-1]
         raise ValueError(f"{folder} holds {held} and this run trains {trained}; {_BEGUN_WITH}.")
-    for name in (TRAINER_STATE_NAME, *(() if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME))):
-        if not (folder / name).is_file():
-            raise ValueError(f"{folder} holds weights only, and no {name}; begin a run with `head: {folder}`.")
     made = drafter.config
     names = {one.name for one in fields(made)} - {one.name for one in fields(PreTrainedConfig)} - {"fingerprint"}
     with _readable(folder):

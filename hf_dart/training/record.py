@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
 
-from hf_dart.hub.facts import TRAINING_RECORD
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.training.trainers.arguments import DrafterTrainingArguments
 
@@ -69,7 +66,3 @@ def training_record(
     }
     return {name: value for name, value in record.items() if value is not None}
 
-
-def write_training_record(record: dict[str, Any], folder: str | Path) -> None:
-    """Write a record of `training_record` to `folder`, as training.json."""
-    Path(folder, TRAINING_RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf8")

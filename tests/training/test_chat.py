@@ -16,6 +16,7 @@ from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_train
 from torch import Tensor
 
 from hf_dart import DartConfig, DartHead
+from hf_dart.errors import UserError
 from hf_dart.models.tokenizers import template_hash
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data.chat import ChatFormat, as_messages
@@ -126,7 +127,7 @@ def test_rows_of_conversations(tmp_path: Path) -> None:
     rows, _ = load_rows(DataArguments([source], train_on="all", **shared), tokenizer, 4)
     everything = next(iter(rows))
     assert (everything["loss_mask"] == (everything["documents"] >= 0)).all()
-    with pytest.raises(ValueError, match=r"Cannot read the chat template 'missing\.jinja'"):
+    with pytest.raises(UserError, match=r"Cannot read the chat template 'missing\.jinja'"):
         load_rows(DataArguments([source], chat_template="missing.jinja", **shared), tokenizer, 4)
 
     unanswered = tmp_path / "unanswered.jsonl"

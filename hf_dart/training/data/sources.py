@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
-from pathlib import Path
 from typing import Any
 
 from hf_dart import __version__
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.errors import check_fields, sentence
+from hf_dart.errors import check_fields, read_text, sentence
 from hf_dart.models.tokenizers import same_vocabulary, template_hash
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
@@ -103,6 +102,7 @@ def load_rows(
 
     Raises:
         ValueError: a source cannot be read, holds nothing to train on, or does not fit the tokenizer.
+        UserError: the file of the chat template cannot be read.
     """
     datasets = datasets_library()
     _check_tokenizer(tokenizer, config)
@@ -192,25 +192,6 @@ def _keep_template(config: DartConfig | None, encoders: Sequence[Encoder]) -> No
         config.enable_thinking = chat.enable_thinking
 
 
-def read_template(given: str | None) -> str | None:
-    """Return the text of a chat template that was given as text or as a file.
-
-    Raises:
-        ValueError: there is no such file, or no text in it.
-    """
-    if given is None or "{" in given:
-        return given
-    try:
-        text = Path(given).read_text(encoding="utf8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"Cannot read the chat template {given!r} ({sentence(error)}); give its file or text."
-        ) from error
-    if not text.strip():
-        raise ValueError(f"The chat template {given!r} is empty; give a file with one, or its text.")
-    return text
-
-
 def open_encoded(
     arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
 ) -> tuple[Any, Encoder]:
@@ -246,7 +227,10 @@ def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_leng
         kind = "messages"
     chat = None
     if kind == "messages":
-        chat = ChatFormat(tokenizer, read_template(arguments.chat_template), arguments.enable_thinking)
+        template = arguments.chat_template
+        if template is not None and "{" not in template:
+            template = read_text(template, "the chat template ")
+        chat = ChatFormat(tokenizer, template, arguments.enable_thinking)
     columns = [field_name, *(name for name in beside if name in source.columns)]
     return source.documents.select_columns(columns), Encoder(
         kind=kind,

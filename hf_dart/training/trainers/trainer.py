@@ -5,6 +5,7 @@ Blocks of drafts of one text are trained in one pass, on the hidden states and l
 
 from __future__ import annotations
 
+import json
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
-from hf_dart.hub.facts import publishable
+from hf_dart.hub.facts import TRAINING_RECORD, publishable
 from hf_dart.hub.publish import push_folder
 from hf_dart.training.checkpoints import Patience, WholeCheckpoints
 from hf_dart.training.data.images import collate
@@ -28,7 +29,7 @@ from hf_dart.training.data.sources import pack_dataset
 from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, log_acceptance
-from hf_dart.training.record import training_record, write_training_record
+from hf_dart.training.record import training_record
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
 from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
 from hf_dart.training.trainers.evaluate import (
@@ -358,7 +359,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Save the drafter, and in the same folder the record of its training (training.json)."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            write_training_record(self.record(), output_dir or self.args.output_dir)
+            file = Path(output_dir or self.args.output_dir, TRAINING_RECORD)
+            file.write_text(json.dumps(self.record(), indent=2) + "\n", encoding="utf8")
 
     def record(self) -> dict[str, Any]:
         """Record of the training so far, as `training_record` gives it, with dtypes and what `own_record` adds.
