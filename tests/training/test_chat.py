@@ -68,10 +68,6 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
     picky = "{% if messages[0].role != 'user' %}{{ raise_exception('Users speak first') }}{% endif %}" + PLAIN
     with pytest.raises(ValueError, match=r"roles system, user \(Users speak first\); leave such"):
         ChatFormat(chat_tokenizer(), picky).encode(CONVERSATION)
-    slow = chat_tokenizer()
-    slow.__class__ = type("Slow", (type(slow),), {"is_fast": False})
-    with pytest.raises(ValueError, match="needs a fast tokenizer"):
-        ChatFormat(slow)
 
 
 def test_sharegpt_messages_are_understood() -> None:

@@ -335,7 +335,7 @@ def test_sampling_reads_and_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             Sampling.parse(text)
-    for wrong in ({"prefix": (0, 5)}, {"prefix": (9, 5)}, {"prefix": (5, 2048)}, {"batch_size": 0}, {"mixture": ()}):
+    for wrong in ({"prefix": (0, 5)}, {"prefix": (9, 5)}, {"prefix": (5, 2048)}, {"batch_size": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             RegenerateSettings(**wrong)  # type: ignore[arg-type]
 

@@ -192,7 +192,7 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
     refused(lines({"text": "x"}, {"text": "yz"}), "holds nothing to train on")
     refused(lines({"input_ids": [5, 99999, 7, 8, 9, 10, 11]}), "99999, .* as 'input_ids' .* this tokenizer's 6144")
     refused(lines({"input_ids": list(range(20)), "prompt_tokens": 20}), "or have no reply of an assistant so long")
-    refused(lines({"text": TEXTS[3]}), "max_length is 3; a draft of 4 tokens needs longer rows", max_length=3)
+    refused(lines({"text": TEXTS[3]}), "or have no reply .* so long", max_length=3)
 
     for name, content, match in (
         ("empty.jsonl", b"", "empty.jsonl is empty; give a source"),
@@ -225,8 +225,6 @@ def test_arguments_say_what_is_wrong() -> None:
         {"train_on": "user"},
         {"max_length": 1},
         {"shares": [0.5, 0.5]},
-        {"shares": [0.0]},
-        {"eval_documents": 3, "eval_data": ["b.jsonl"]},
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DataArguments(**{"train_data": ["a.jsonl"], **wrong})  # type: ignore[arg-type]

@@ -69,7 +69,7 @@ class ChatFormat:
         enable_thinking: handed to the template; None leaves it out.
 
     Raises:
-        ValueError: there is no template, or the tokenizer cannot say where its tokens stand in the text.
+        ValueError: there is no template.
     """
 
     tokenizer: Any
@@ -79,8 +79,6 @@ class ChatFormat:
     def __post_init__(self) -> None:
         if not (self.template or self.tokenizer.chat_template):
             raise ValueError("The tokenizer has no chat template; give one with chat_template.")
-        if not self.tokenizer.is_fast:
-            raise ValueError("Finding the assistant's tokens needs a fast tokenizer; load it with use_fast=True.")
 
     @property
     def template_text(self) -> str:

@@ -48,7 +48,7 @@ class DataArguments:
 
     train_data: list[str] = option(MISSING, "files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub")
     eval_data: list[str] = option([], "as train_data; the default split of the Hub is 'validation'")
-    eval_documents: int = option(0, "without eval_data: first documents of each source, kept out of training")
+    eval_documents: int = option(0, "first documents of each source, kept out of training to evaluate on")
     shares: list[float] | None = option(
         None, "of the rows: one number per source; without, every row comes once per epoch"
     )
@@ -69,16 +69,11 @@ class DataArguments:
             raise ValueError("train_data is empty; name at least one source.")
         least = {"max_length": 2, "eval_documents": 0}
         check_fields(self, least=least, choices={"train_on": ("assistant", "all")})
-        if self.eval_data and self.eval_documents:
-            raise ValueError("eval_documents keeps documents of train_data out of training; leave out eval_data or it.")
-        if self.shares is not None:
-            if len(self.shares) != len(self.train_data):
-                raise ValueError(
-                    f"shares has {len(self.shares)} numbers for {len(self.train_data)} sources; give one for each."
-                )
-            if not all(share > 0 for share in self.shares):
-                raise ValueError(f"shares is {self.shares}; give numbers above 0.")
-        elif self.streaming and len(group_files(self.train_data)) > 1:
+        if self.shares is not None and len(self.shares) != len(self.train_data):
+            raise ValueError(
+                f"shares has {len(self.shares)} numbers for {len(self.train_data)} sources; give one for each."
+            )
+        if self.shares is None and self.streaming and len(group_files(self.train_data)) > 1:
             raise ValueError("Streams of several sources are mixed; give shares, one number for each.")
 
 
@@ -106,8 +101,6 @@ def load_rows(
     """
     datasets = datasets_library()
     _check_tokenizer(tokenizer, config)
-    if arguments.max_length <= draft_length:
-        raise ValueError(f"max_length is {arguments.max_length}; a draft of {draft_length} tokens needs longer rows.")
     train, held_out, encoders = [], [], []
     # There is one share per name.
     alone = arguments.shares is not None

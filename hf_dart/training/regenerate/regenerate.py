@@ -64,8 +64,6 @@ class RegenerateSettings:
                 f"prefix is {self.prefix[0]} to {self.prefix[1]} tokens, of rows of length {self.length}; give two "
                 f"numbers from 1 to {self.length - 1}, the smaller one first, or a greater length."
             )
-        if not self.mixture:
-            raise ValueError("mixture is empty; give at least one way to write.")
 
 
 class Batch(NamedTuple):
