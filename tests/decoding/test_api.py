@@ -12,8 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.cases import replay
-from support.compare import assert_identical, run
-from support.outcome import snapshot
+from support.compare import assert_identical, run, snapshot
 from support.tiny import prompts, tiny_head, tiny_target
 from support.users import TOKENIZER
 from transformers import (

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 from support.cases import replay
-from support.compare import assert_identical, run
+from support.compare import assert_identical, run, snapshot
 from support.engines import engine
 from support.interruptions import (
     GREEDY,
     SAMPLED,
     TOKENS,
-    Listener,
     assert_goes_on,
     assert_holds_a_prefix,
     held_entries,
@@ -28,9 +27,9 @@ from support.interruptions import (
     states_by_token,
     used,
 )
-from support.outcome import snapshot
 from support.tiny import prompts
 from support.turns import KINDS, RAGGED
+from support.users import Listener, OwnError
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
@@ -45,10 +44,6 @@ def pair() -> tuple[Any, DartHead]:
     return used("gemma3")  # full and sliding layers
 
 
-class Broken(Exception):
-    pass
-
-
 class FailingCriterion(StoppingCriteria):
     """Fails when it is shown more than `length` slots."""
 
@@ -57,7 +52,7 @@ class FailingCriterion(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         if input_ids.shape[1] > self.length:
-            raise Broken
+            raise OwnError
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
@@ -77,9 +72,7 @@ MORE = [
     ("family", "kind", "lengths", "sampled", "cases", "seed"),
     [("gemma3", "dynamic", RAGGED, True, 9, 1), ("gemma3", "static", [7], True, 9, 1), *MORE],
 )
-def test_interrupted_anywhere(
-    family: str, kind: str, lengths: list[int], sampled: bool, cases: int, seed: int
-) -> None:
+def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], sampled: bool, cases: int, seed: int) -> None:
     reached = interrupt(family, kind, lengths, sampled, cases=cases, seed=seed)
     assert len(set(reached)) > 3
 
@@ -123,29 +116,16 @@ class FailingProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if input_ids.shape[1] == self.length:
-            raise Broken
+            raise OwnError
         return scores
-
-
-class FailingListener(Listener):
-    """Fails at the token after `tokens` others, which it hears."""
-
-    def __init__(self, tokens: int) -> None:
-        super().__init__()
-        self.limit = tokens
-
-    def put(self, value: Tensor) -> None:
-        super().put(value)
-        if self.tokens > self.limit:
-            raise Broken
 
 
 def failing(what: str, slots: int, tokens: int) -> dict[str, Any]:
     """Options of a call that fails after so many tokens."""
     if what == "streamer":
-        return {"streamer": FailingListener(tokens)}
+        return {"streamer": Listener(tokens + 1)}
     if what == "streamer in step":
-        return {"streamer": FailingListener(tokens), "logits_processor": LogitsProcessorList([FailingProcessor(999)])}
+        return {"streamer": Listener(tokens + 1), "logits_processor": LogitsProcessorList([FailingProcessor(999)])}
     if what == "processor":
         return {
             "logits_processor": LogitsProcessorList([FailingProcessor(slots + tokens)]),
@@ -168,10 +148,10 @@ def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengt
     for drafting in ({}, {"assistant": head}, {"assistant": perfect}):
         options = failing(what, slots, tokens)
         cache = DynamicCache(config=target.config)
-        with pytest.raises(Broken):
+        with pytest.raises(OwnError):
             run(target, inputs, 0, **{CACHE: cache}, **options, **SAMPLED, **drafting)
         states.append(torch.get_rng_state())
-        heard.append(options["streamer"].heard)
+        heard.append(options["streamer"].calls)
         if drafting:
             drawn = tokens if what == "processor" else tokens + 1
             assert_goes_on(target, cache, inputs, text, drawn, **SAMPLED, **drafting)
@@ -192,8 +172,8 @@ def test_a_row_has_ended_before(pair: tuple[Any, DartHead]) -> None:
     options = {**GREEDY, "eos_token_id": int(text[0, slots + 4]), "pad_token_id": 0}
     text = run(target, inputs, 0, **options).sequences
     cache = DynamicCache(config=target.config)
-    with pytest.raises(Broken):
-        run(target, inputs, 0, **{CACHE: cache}, streamer=FailingListener(9), assistant=head, **options)
+    with pytest.raises(OwnError):
+        run(target, inputs, 0, **{CACHE: cache}, streamer=Listener(10), assistant=head, **options)
     assert assert_holds_a_prefix(target, cache, inputs, text) == slots + 4
 
 
@@ -206,8 +186,8 @@ def test_a_streamer_fails_amid_captured_rounds(lengths: list[int]) -> None:
     inputs, options = prompts(lengths), {**SAMPLED, "tree_config": TreeConfig(nodes=8, lookup=0)}
     text = run(target, inputs, 0, **SAMPLED).sequences
     for tokens in range(1, 5):
-        cache, listener = DynamicCache(config=target.config), FailingListener(tokens)
-        with pytest.raises(Broken):
+        cache, listener = DynamicCache(config=target.config), Listener(tokens + 1)
+        with pytest.raises(OwnError):
             run(target, inputs, 0, **{CACHE: cache}, streamer=listener, assistant=head, **options)
         assert_goes_on(target, cache, inputs, text, tokens + 1, **options, assistant=head)
     assert all(made.tiers)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.cases import replay
-from support.compare import assert_identical, run
-from support.outcome import call, snapshot
+from support.compare import assert_identical, outcome, run, snapshot
 from support.refusals import refused
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
@@ -161,10 +160,7 @@ def test_static_caches_shorter_than_the_window(room: int) -> None:
     """Where all layers slide: stock's window is the cache then."""
     target = tiny_target("mistral")
     head = tiny_head(target)
-    calls = [
-        {**prompts([6]), **GREEDY, CACHE: StaticCache(config=target.config, max_cache_len=room)}
-        for _ in range(2)
-    ]
+    calls = [{**prompts([6]), **GREEDY, CACHE: StaticCache(config=target.config, max_cache_len=room)} for _ in range(2)]
     if room < WINDOW:
         refused(lambda: target.generate(**calls[0], assistant=head), ValueError, "room for 8 tokens")
     else:
@@ -430,7 +426,7 @@ def test_what_fits_no_batch(any_pair: tuple[Any, Any], name: str) -> None:
     given, raises = MISFITS[name]
     given = {**given, "do_sample": False, "max_new_tokens": 8}
     target, head = any_pair
-    stock, ours = call(target, 0, **given), call(target, 0, **given, assistant=head)
+    stock, ours = outcome(target, given, 0), outcome(target, given, 0, assistant=head)
     assert (stock.error is not None) is raises, stock.output
     if ours.error is None:
         assert torch.equal(ours.sequences, stock.sequences)

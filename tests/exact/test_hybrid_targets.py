@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.caches import CLOSE, FP32, assert_same_cache, assert_same_states
+from support.caches import CLOSE, FP32, assert_same_cache
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_running_states
@@ -17,9 +17,8 @@ from support.guests import dflash_drafter
 from support.interruptions import TOKENS, assert_goes_on, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import KINDS, RAGGED, assert_turns_are_stocks, behind
-from support.users import TOKENIZER
+from support.users import TOKENIZER, Listener, Stopped
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import TreeConfig, attach
 from hf_dart.cache.states import RunningStates, states_of
@@ -54,45 +53,21 @@ TURNS: list[Any] = [
     ("falcon_h1", "dynamic", RAGGED, "eos"),
     ("qwen3_5", "static", [7], "sampled"),
     ("lfm3", "dynamic", [7], "eos"),
+    ("mamba2", "dynamic", RAGGED, "sampled"),
 ]
-MORE_TURNS = [
-    (family, kind, lengths, mode)
+TURNS += [
+    pytest.param(family, kind, lengths, mode, marks=pytest.mark.matrix)
     for family in HYBRIDS
-    if family not in WITHOUT_ATTENTION  # their caches go by another name: below
     for kind in KINDS
+    if kind == "dynamic" or family not in WITHOUT_ATTENTION
     for lengths in ([7], RAGGED)
     for mode in ("greedy", "eos")
 ]
 
 
-TURNS += [pytest.param(*case, marks=pytest.mark.matrix) for case in MORE_TURNS]
-
-
 @pytest.mark.parametrize(("family", "kind", "lengths", "mode"), TURNS)
 def test_turns_over_one_cache(family: str, kind: str, lengths: list[int], mode: str) -> None:
     assert_turns_are_stocks(family, kind, lengths, mode)
-
-
-@pytest.mark.parametrize("family", ["mamba2", *(pytest.param(its, marks=pytest.mark.matrix) for its in MAMBA_1)])
-def test_turns_without_attention(family: str) -> None:
-    """Such a cache does not tell how long its text is: stock feeds it all that it is given."""
-    target = attach(tiny_target(family))
-    head, told = tiny_head(target), {"do_sample": True, "top_k": 0, "max_new_tokens": 9}
-    caches = [DynamicCache(config=target.config) for _ in range(2)]
-    turns = [prompts(RAGGED), prompts([4] * len(RAGGED), seed=9)]
-    for seed, inputs in enumerate(turns):
-        stock = run(target, inputs, seed, **{cache_name(target): caches[0]}, **told)
-        ours = run(target, inputs, seed, **{cache_name(target): caches[1]}, assistant=head, **told)
-        assert torch.equal(ours.sequences, stock.sequences)
-        assert torch.equal(ours.state, stock.state)
-        for left, right in zip(caches[1].layers, caches[0].layers, strict=True):
-            assert_same_states(left, right)
-    kept = {"return_dict_in_generate": True, "output_hidden_states": True, **told}
-    stock, ours = (run(target, turns[0], 0, **kept, **drafting) for drafting in ({}, {"assistant": head}))
-    for one, two in zip(ours.output.hidden_states[-1], stock.output.hidden_states[-1], strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
-    for left, right in zip(ours.output[CACHE].layers, stock.output[CACHE].layers, strict=True):
-        assert_same_states(left, right)
 
 
 def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,21 +115,6 @@ def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], cases:
     assert len(set(reached)) > 2
 
 
-class Fails(BaseStreamer):
-    """A listener who fails at its n-th token."""
-
-    def __init__(self, tokens: int) -> None:
-        self.left = tokens + 1  # the first is the prompt
-
-    def put(self, value: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(
     ("family", "lengths"),
     [("lfm2", [7]), *(pytest.param(family, RAGGED, marks=pytest.mark.matrix) for family in TELLS_LENGTH)],
@@ -167,8 +127,8 @@ def test_interrupted_at_every_token(family: str, lengths: list[int]) -> None:
     known = replay(target, inputs, misses=[0.1, 0.7, 0.3, 0.5][: len(lengths)], **options)
     for token in range(1, TOKENS):
         cache = DynamicCache(config=target.config)
-        with pytest.raises(KeyboardInterrupt):
-            run(target, inputs, 0, **{CACHE: cache}, assistant=known, streamer=Fails(token), **options)
+        with pytest.raises(Stopped):
+            run(target, inputs, 0, **{CACHE: cache}, assistant=known, streamer=Listener(token, Stopped), **options)
         assert_goes_on(target, cache, inputs, stock, token, **options, assistant=known)
     assert_identical(target, known, inputs, **options)
 
@@ -187,8 +147,9 @@ def test_interrupted_without_attention(family: str, lengths: list[int]) -> None:
         states.append(states_of(cache))
     reached = set()
     for token in range(1, TOKENS):
-        cache, told = DynamicCache(config=target.config), {"max_new_tokens": TOKENS, "streamer": Fails(token)}
-        with pytest.raises(KeyboardInterrupt):
+        cache = DynamicCache(config=target.config)
+        told = {"max_new_tokens": TOKENS, "streamer": Listener(token, Stopped)}
+        with pytest.raises(Stopped):
             run(target, inputs, 0, **{cache_name(target): cache}, assistant=known, **told, **options)
         same = [
             all(torch.allclose(states_of(cache)[slot], state, 1e-6, 1e-6) for slot, state in its.items())
@@ -225,26 +186,14 @@ def test_a_target_with_adapters(family: str) -> None:
         tuned.merge_adapter()
 
 
-@pytest.mark.parametrize("family", by_default("falcon_h1"))
+@pytest.mark.parametrize("family", by_default("falcon_h1", "mamba2"))
 def test_all_that_a_call_returns(family: str) -> None:
-    target, close = attach(tiny_target(family)), FP32 if family in ROUNDS_INSIDE else CLOSE
-    head, inputs = tiny_head(target), prompts(RAGGED)
-    options = {
-        "max_new_tokens": 12,
-        "do_sample": True,
-        "top_k": 0,
-        "return_dict_in_generate": True,
-        "output_logits": True,
-        "output_scores": True,
-        "output_hidden_states": True,
-    }
-    stock, ours = assert_identical(target, head, inputs, **options)
-    for name in ("logits", "scores"):
-        for one, two in zip(getattr(ours.output, name), getattr(stock.output, name), strict=True):
-            torch.testing.assert_close(one, two, **close)
-    for ours_, stocks in zip(ours.output.hidden_states[1:], stock.output.hidden_states[1:], strict=True):
-        for one, two in zip(ours_, stocks, strict=True):
-            torch.testing.assert_close(one, two, **close)
+    target, inputs = attach(tiny_target(family)), prompts(RAGGED)
+    told = {f"output_{name}": True for name in ("logits", "scores", "hidden_states")}
+    options = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "return_dict_in_generate": True, **told}
+    stock, ours = assert_identical(target, tiny_head(target), inputs, **options)
+    pads = [max(RAGGED) - length for length in RAGGED]
+    assert_same_cache(ours.output[CACHE], stock.output[CACHE], pads, close=FP32 if family in ROUNDS_INSIDE else CLOSE)
 
 
 def test_levels_are_as_many_as_pay() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.cases import MODES
+from support.compare import snapshot
 from support.memory import RUNS, resident
-from support.outcome import snapshot
 from support.tiny import prompts, tiny_head, tiny_target
+from support.users import Listener, OwnError
 from transformers import DynamicCache
 
 from hf_dart import TreeConfig
@@ -24,25 +25,6 @@ LIMIT = 16 * 2**20
 def live_tensors() -> int:
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-
-
-class Broken(Exception):
-    """What a streamer of ours fails with."""
-
-
-class Breaks:
-    """A streamer that fails in mid-text."""
-
-    def __init__(self, target: Any) -> None:
-        self.left = 6
-
-    def put(self, value: Any) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise Broken
-
-    def end(self) -> None:
-        """Never reached."""
 
 
 def _cache(target: Any) -> DynamicCache:
@@ -62,7 +44,7 @@ def calls() -> list[dict[str, Any]]:
         {**plain[0], "tree_config": tree, "return_dict_in_generate": True},
         {**plain[5], "tree_config": tree, "max_new_tokens": 60},
         {**plain[1], CACHE: _cache, "output_scores": True, "return_dict_in_generate": True},
-        {**plain[2], "streamer": Breaks, "tree_config": tree},
+        {**plain[2], "streamer": lambda target: Listener(5), "tree_config": tree},
         {**plain[3], "num_beams": 2},
     ]
 
@@ -75,7 +57,7 @@ def make(pairs: list[tuple[Any, Any]], number: int) -> None:
         fresh = {name: value(target) if callable(value) else value for name, value in options.items()}
         try:
             target.generate(**fresh, assistant=head)
-        except (Broken, ValueError):
+        except (OwnError, ValueError):
             assert "streamer" in fresh or "num_beams" in fresh
 
 

@@ -16,7 +16,7 @@ import torch
 from support import drawn
 from support.called import Tallies, failures_of
 from support.cases import replay
-from support.outcome import call, identical, same
+from support.compare import assert_identical, run, same
 from support.tiny import (
     PAD,
     VOCABULARY,
@@ -210,13 +210,13 @@ def test_ended_rows_do_not_hold_up_the_others(llama: tuple[Any, Any]) -> None:
     seed = next(
         seed
         for seed in range(50)
-        if 3 > sum(3 in row for row in call(target, seed, **inputs, **options).sequences[:, 12:30].tolist()) > 0
+        if 3 > sum(3 in row for row in run(target, inputs, seed, **options).sequences[:, 12:30].tolist()) > 0
     )
     drafter = replay(target, inputs, misses=[0.0] * 4, seed=seed, **options)
     # It does not know of the end.
     written = drafter.sequences[:, 12:]
     written[(written == 3).cumsum(1) - (written == 3).long() > 0] = 7
-    identical(target, drafter, inputs, seed, output_scores=True, **options)
+    assert_identical(target, drafter, inputs, seed=seed, output_scores=True, **options)
     assert drafter.last_stats.tau > 5
 
 
@@ -229,16 +229,22 @@ class Later(MaxLengthCriteria):
 
 @pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize(
-    ("criterion", "ends"),
-    [(MaxLengthCriteria(3), 10), (MaxLengthCriteria(40), 40), (Later(8), 13), (Later(20), 22)],
-    ids=["before the prompt's end", "after max_length", "derived", "derived, after max_length"],
+    ("criteria", "ends"),
+    [
+        ([MaxLengthCriteria(3)], 10),
+        ([MaxLengthCriteria(40)], 40),
+        ([MaxLengthCriteria(18), MaxLengthCriteria(14)], 14),
+        ([Later(8)], 13),
+        ([Later(20)], 22),
+    ],
+    ids=["before the prompt's end", "after max_length", "two", "derived", "derived, after max_length"],
 )
-def test_a_length_criterion_of_the_users_own(llama: tuple[Any, Any], criterion: Any, ends: int) -> None:
+def test_length_criteria_of_the_users_own(llama: tuple[Any, Any], criteria: list[Any], ends: int) -> None:
     """Stock's kind takes the place of stock's, be it longer or shorter; one that derives from it does not."""
     for lengths in ([9], RAGGED):
         for mode in (GREEDY, SAMPLED):
-            options = {**mode, "max_new_tokens": None, "max_length": 22, "stopping_criteria": [criterion]}
-            stock = identical(*llama, prompts([min(length, 9) for length in lengths]), **options)
+            options = {**mode, "max_new_tokens": None, "max_length": 22, "stopping_criteria": criteria}
+            stock, _ = assert_identical(*llama, prompts([min(length, 9) for length in lengths]), **options)
             assert stock.sequences.shape[1] == ends
 
 
@@ -254,10 +260,10 @@ def test_embeddings_for_a_prompt(family: str, lengths: list[int]) -> None:
     }
     head.tree_config = TreeConfig(lookup=0, nodes=12)
     for mode in (GREEDY, SAMPLED):
-        stock = identical(target, head, inputs, **mode)
+        stock, _ = assert_identical(target, head, inputs, **mode)
         assert stock.sequences.shape[1] == TOKENS
         told = head.last_stats.committed
-        by_ids = identical(target, head, ids, **mode)
+        by_ids, _ = assert_identical(target, head, ids, **mode)
         assert torch.equal(by_ids.sequences[:, max(lengths) :], stock.sequences)
         assert head.last_stats.committed == told
 
@@ -266,7 +272,7 @@ def test_embeddings_and_a_cache(llama: tuple[Any, Any]) -> None:
     """As the first turn and as the second."""
     target, head = llama
     ids = prompts([7])["input_ids"]
-    first = call(target, 0, input_ids=ids, **GREEDY).sequences
+    first = run(target, {"input_ids": ids}, 0, **GREEDY).sequences
     embed = target.get_input_embeddings()
     ways = {
         "ids, then embeddings": ({"input_ids": ids}, {"inputs_embeds": embed(first).detach()}),
@@ -276,9 +282,8 @@ def test_embeddings_and_a_cache(llama: tuple[Any, Any]) -> None:
         turns = []
         for drafting in ({}, {"assistant": head}):
             cache = DynamicCache(config=target.config)
-            call(target, 0, **earlier, **GREEDY, **{CACHE: cache}, **drafting)
-            turns.append(call(target, 0, **later, **SAMPLED, **{CACHE: cache}, **drafting))
-        assert turns[0].error is None
+            run(target, earlier, 0, **GREEDY, **{CACHE: cache}, **drafting)
+            turns.append(run(target, later, 0, **SAMPLED, **{CACHE: cache}, **drafting))
         same(turns[1], turns[0])
 
 
@@ -288,14 +293,22 @@ def test_lengths_that_are_no_small_whole_numbers(llama: tuple[Any, Any], length:
     """No room is taken for tokens that never come."""
     for mode in (GREEDY, SAMPLED):
         eos = list(range(VOCABULARY // 2)) if length > 100 else None
-        stock = identical(*llama, prompts([9, 4]), **{**mode, "max_new_tokens": length, "eos_token_id": eos})
+        stock, _ = assert_identical(*llama, prompts([9, 4]), **{**mode, "max_new_tokens": length, "eos_token_id": eos})
         assert length > 100 or stock.sequences.shape[1] == 9 + math.ceil(length)
 
 
 @pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["plain", "penalty"])
 def test_a_pad_that_is_no_token(llama: tuple[Any, Any], options: dict[str, float]) -> None:
-    identical(*llama, prompts([7, 7]), **{**GREEDY, "pad_token_id": -1, "eos_token_id": None}, **options)
+    assert_identical(*llama, prompts([7, 7]), **{**GREEDY, "pad_token_id": -1, "eos_token_id": None}, **options)
+
+
+@pytest.mark.usefixtures("executor")
+def test_penalties_of_each_rows_prompt(llama: tuple[Any, Any]) -> None:
+    """Stock's processors know the prompts by their places in the batch."""
+    for mode in (GREEDY, SAMPLED):
+        penalties = {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2}
+        assert_identical(*llama, prompts(RAGGED), **penalties, **mode)
 
 
 @pytest.mark.parametrize("known", [None, 2], ids=["stock's", "a prompt that does not count"])
@@ -316,7 +329,7 @@ def test_a_penalty_sees_one_row(llama: tuple[Any, Any], known: int | None, monke
         else {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=known)]}
     )
     for mode in (GREEDY, SAMPLED):
-        identical(target, head, prompts(RAGGED), **penalty, **mode)
+        assert_identical(target, head, prompts(RAGGED), **penalty, **mode)
         seen.clear()
         target.generate(**prompts(RAGGED), **penalty, **mode, assistant=head)
         assert set(seen) == {1}
@@ -327,8 +340,8 @@ def test_positions_of_the_users_own(llama: tuple[Any, Any], first: list[int]) ->
     """Stock counts on from where they end."""
     inputs = prompts([7] * len(first))
     given = {**inputs, "position_ids": torch.arange(7) * 2 + torch.tensor(first)[:, None]}
-    stock = identical(*llama, given, **GREEDY)
-    assert not torch.equal(stock.sequences, call(llama[0], 0, **inputs, **GREEDY).sequences)
+    stock, _ = assert_identical(*llama, given, **GREEDY)
+    assert not torch.equal(stock.sequences, run(llama[0], inputs, 0, **GREEDY).sequences)
 
 
 class SecondBest(ReplayDrafter):
@@ -350,10 +363,10 @@ def test_low_temperatures_on_the_tensor_path(temperature: float, monkeypatch: py
     target = attach(tiny_target("llama"))
     options = {"do_sample": True, "top_k": 0, "temperature": temperature, "max_new_tokens": 40}
     for seed in range(2):
-        stock = call(target, seed, **prompts([9]), **options).sequences
+        stock = run(target, prompts([9]), seed, **options).sequences
         drafter = SecondBest(stock, [0], VOCABULARY, misses=[0.0], seed=seed)
         drafter.tree_config = TreeConfig(nodes=64, top_k=2, lookup=0)
-        identical(target, drafter, prompts([9]), seed, **options)
+        assert_identical(target, drafter, prompts([9]), seed=seed, **options)
         assert drafter.last_stats.tau > 3
 
 
@@ -365,7 +378,7 @@ def test_a_batch_up_to_where_rotary_tables_change() -> None:
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     target = tiny_target("llama", rope_parameters=rope, max_position_embeddings=32)
     head = tiny_head(target)
-    identical(target, head, prompts([9, 4]), do_sample=False, max_length=33)
+    assert_identical(target, head, prompts([9, 4]), do_sample=False, max_length=33)
     with pytest.raises(ValueError, match="set max_length to 33 or less"):
         target.generate(**prompts([9, 4]), do_sample=False, max_length=34, assistant=head)
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])  # refusals look at what the call may really reach
@@ -378,7 +391,7 @@ def test_drafts_go_on_behind_a_table_that_has_no_hard_end() -> None:
     target = attach(tiny_target("llama", max_position_embeddings=24))
     options = {"do_sample": False, "max_new_tokens": 60}
     drafter = replay(target, prompts([9]), misses=[0.0], **options)
-    identical(target, drafter, prompts([9]), **options)
+    assert_identical(target, drafter, prompts([9]), **options)
     assert drafter.last_stats.tau > 5
 
 
@@ -404,7 +417,7 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     fields: dict[str, Any] = {"selector_rank": 4, "draft_vocabulary": range(0, VOCABULARY, 2)}
     with torch.inference_mode():
         target = tiny_target("llama")
-        identical(target, tiny_head(target, **fields), prompts([7]), **GREEDY)
+        assert_identical(target, tiny_head(target, **fields), prompts([7]), **GREEDY)
     target = tiny_target("llama")
     head = tiny_head(target, **fields)
     with torch.inference_mode():

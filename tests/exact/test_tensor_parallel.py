@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.compare import assert_identical
 from support.scripts import command, environment
+from support.users import Listener, OwnError
 from torch import distributed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
@@ -93,8 +94,8 @@ def different_calls_are_refused(target: Any, head: Any, inputs: dict[str, Any], 
 def what_one_alone_has_learnt_is_not_used(target: Any, head: Any, inputs: dict[str, Any], first: bool) -> None:
     """As from a streamer that raised with the last token, after all forwards: the next call begins alike in both."""
     options = {"do_sample": False, "max_new_tokens": 4, "assistant": head}
-    with pytest.raises(OSError, match="gone") if first else nullcontext():
-        target.generate(**inputs, **options, streamer=Breaks(4) if first else None)
+    with pytest.raises(OwnError) if first else nullcontext():
+        target.generate(**inputs, **options, streamer=Listener(4) if first else None)
     assert not head.pace_records
     exact(target, head, inputs, **SAMPLED)
 
@@ -107,29 +108,13 @@ def parts_of_weights_are_not_read_as_wholes(target: Any, head: Any, inputs: dict
     head.reduce_vocabulary(None).engine = None
 
 
-class Breaks:
-    """A streamer that raises at a token."""
-
-    def __init__(self, last: int) -> None:
-        self.left = last + 1  # the prompt comes first
-
-    def put(self, tokens: torch.Tensor) -> None:
-        self.left -= 1
-        if not self.left:
-            raise OSError("the reader has gone")
-
-    def end(self) -> None:
-        raise AssertionError("the text has no end")
-
-
 def one_alone_raises(target: Any, head: Any, inputs: dict[str, Any], first: bool) -> None:
     """The other one waits for it no longer than the group lets it."""
     group = next(target.parameters()).device_mesh.get_group()
     distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE), group)
     began = time.monotonic()
-    kind, words = (OSError, "gone") if first else (RuntimeError, "Timed out")
-    with pytest.raises(kind, match=words):
-        target.generate(**inputs, **SAMPLED, assistant=head, streamer=Breaks(5) if first else None)
+    with pytest.raises(OwnError) if first else pytest.raises(RuntimeError, match="Timed out"):
+        target.generate(**inputs, **SAMPLED, assistant=head, streamer=Listener(5) if first else None)
     assert time.monotonic() - began < PATIENCE + 20
     if first:
         time.sleep(2 * PATIENCE)  # lives on, or the other one would see that it has gone

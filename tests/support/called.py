@@ -23,17 +23,15 @@ from transformers import (
     TopPLogitsWarper,
 )
 from transformers.generation import stopping_criteria as criteria_module
-from transformers.generation.streamers import BaseStreamer
 
 from hf_dart.drafters.base import Drafter
 from hf_dart.models.stock_steps import CACHE
 from support import drawn
 from support.caches import CLOSE, assert_same_cache
-from support.compare import tally
+from support.compare import Run, configs_put_back, same, snapshot, tally
 from support.engines import Everywhere
-from support.outcome import Outcome, configs_put_back, same, snapshot
 from support.tiny import VOCABULARY, ReplayDrafter, prompts
-from support.users import TOKENIZER, Clock, Criterion, OwnError, Processor, allowed
+from support.users import TOKENIZER, Clock, Criterion, Listener, OwnError, Processor, Stopped, allowed
 
 DRAWN = tally("float64, whatever is drawn")
 # Experts are weighed in fp32, and mixed layers of theirs round to it.
@@ -47,30 +45,6 @@ def softmax(given: Tensor, dim: Any = None, _stacklevel: int = 3, dtype: Any = N
     Eager attention takes its softmax in fp32: in float64, padded rows are NaN in stock then, and near-ties part texts.
     """
     return _softmax(given, dim=dim, dtype=None if given.dtype == torch.float64 else dtype)
-
-
-class Stopped(KeyboardInterrupt):
-    """As by Ctrl-C, at a known moment."""
-
-
-class Recorder(BaseStreamer):
-    """Keeps what it is given.
-
-    Args:
-        last: the call that is interrupted.
-    """
-
-    def __init__(self, last: int | None) -> None:
-        self.calls: list[Any] = []
-        self.last = last
-
-    def put(self, value: Tensor) -> None:
-        self.calls.append((value.long(), value.dtype))
-        if len(self.calls) == self.last:
-            raise Stopped
-
-    def end(self) -> None:
-        self.calls.append(("end",))
 
 
 def prompt_of(case: dict[str, Any], target: Any) -> dict[str, Any]:
@@ -110,11 +84,11 @@ def own_of(case: dict[str, Any], width: int) -> tuple[dict[str, Any], list[Any]]
     if case["allowed tokens"]:
         own["prefix_allowed_tokens_fn"] = allowed
     if case["streamer"]:
-        own["streamer"] = Recorder(1 + case["seed"] % 20 if case["streamer"] == "interrupts" else None)
+        own["streamer"] = Listener(case["seed"] % 20 if case["streamer"] == "interrupts" else None, Stopped)
     if "stop_strings" in case["options"]:
         own["tokenizer"] = TOKENIZER
     parts = [*own.get("logits_processor", []), *own.get("stopping_criteria", []), own.get("streamer")]
-    return own, [part for part in parts if isinstance(part, Processor | Criterion | Recorder)]
+    return own, [part for part in parts if isinstance(part, Processor | Criterion | Listener)]
 
 
 @contextmanager
@@ -134,7 +108,7 @@ def surroundings(kind: str) -> Iterator[None]:
 
 def call(
     case: dict[str, Any], target: Any, inputs: dict[str, Any], seed: int, given_cache: Any, drafting: dict[str, Any]
-) -> tuple[Outcome, list[Any]]:
+) -> tuple[Run, list[Any]]:
     """One side's call by the case's route, and what the user's own parts were shown.
 
     Raises:
@@ -172,9 +146,7 @@ def call(
     assert repr(options.get("generation_config")) == repr(config), "generation_config was written to"
     for name, value in inputs.items():
         assert torch.equal(value, kept[name]), f"{name} was written to"
-    # Stock's first call shows ids in the dtype that they were passed in.
-    calls = [(one[0].long() if isinstance(one[0], Tensor) else one[0], *one[1:]) for part in told for one in part.calls]
-    return Outcome(output, torch.get_rng_state(), error), calls
+    return Run(output, torch.get_rng_state(), error), told
 
 
 @dataclass
@@ -197,18 +169,15 @@ def is_sentence(error: Any) -> bool:
     return isinstance(error, ValueError | TypeError) and "\n" not in text and text.endswith(".")
 
 
-def assert_same_shown(ours: Any, stock: Any) -> None:
-    assert len(ours) == len(stock), f"{len(ours)} calls instead of {len(stock)}"
+def assert_same_shown(ours: list[Any], stock: list[Any]) -> None:
     for left, right in zip(ours, stock, strict=True):
-        if isinstance(right, list | tuple):
-            assert_same_shown(left, right)
-        elif isinstance(right, Tensor):
-            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5, equal_nan=True)
+        if isinstance(right, Listener):
+            assert left.calls == right.calls
         else:
-            assert left == right, f"{left} instead of {right}"
+            torch.testing.assert_close(left.calls, right.calls, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-def compare(ours: tuple[Outcome, Any], stock: tuple[Outcome, Any], tallies: Tallies) -> str:
+def compare(ours: tuple[Run, Any], stock: tuple[Run, Any], tallies: Tallies) -> str:
     """What became of the pair: "same", "refused" (by ours) or "both raise".
 
     Raises:
@@ -248,7 +217,7 @@ def replay(case: dict[str, Any], stock: Tensor, pads: list[int], turn: int) -> R
     return kind(stock, pads, VOCABULARY, misses=misses, draft_length=case["draft length"], seed=turn)
 
 
-def drafted_by(case: dict[str, Any], stock: Outcome, pads: list[int], turn: int) -> tuple[Any, dict[str, Any]]:
+def drafted_by(case: dict[str, Any], stock: Run, pads: list[int], turn: int) -> tuple[Any, dict[str, Any]]:
     """The drafter of a turn, and the keywords that bring it in."""
     if not case["drafted turns"][turn]:
         return None, {}

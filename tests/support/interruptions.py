@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
-from transformers.generation.streamers import BaseStreamer
 
 import hf_dart.decoding
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states
@@ -27,6 +26,7 @@ from support.compare import assert_identical, run
 from support.families import FORGETS_STATES, ROUNDS_INSIDE
 from support.tiny import prompts, tiny_head, tiny_target
 from support.turns import KINDS
+from support.users import Listener
 
 TOKENS = 15
 GREEDY = {"do_sample": False, "max_new_tokens": TOKENS}
@@ -39,23 +39,6 @@ def used(family: str, make: Callable[[Any], Any] = tiny_head) -> tuple[Any, Any]
     head = make(target)
     run(target, prompts([3]), 0, assistant=head, max_new_tokens=2)
     return target, head
-
-
-class Listener(BaseStreamer):
-    """Keeps what it is given; the first put is the prompt."""
-
-    def __init__(self) -> None:
-        self.heard: list[list[int]] = []
-
-    def put(self, value: Tensor) -> None:
-        self.heard.append(value.tolist())
-
-    def end(self) -> None:
-        pass
-
-    @property
-    def tokens(self) -> int:
-        return max(0, len(self.heard) - 1)
 
 
 def states_by_token(batch: int, vocabulary: int, seed: int) -> list[Tensor]:

@@ -14,7 +14,7 @@ from hf_dart import DartHead
 from hf_dart.decoding import session, turns
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.base import Proposal
-from hf_dart.models.stock_steps import CACHE
+from hf_dart.models.stock_steps import CACHE, cache_name
 from support.caches import CLOSE, FP32, assert_same_cache
 from support.compare import Run, run
 from support.families import ROUNDS_INSIDE
@@ -64,7 +64,7 @@ def two_turns(
     done = []
     for seed, drafter in enumerate(drafting):
         options = {**mode, "assistant": drafter} if drafter is not None or "tree_config" in mode else mode
-        done.append(run(target, inputs, seed, **{CACHE: cache}, **options))
+        done.append(run(target, inputs, seed, **{cache_name(target): cache}, **options))
         inputs = behind(inputs, done[-1].sequences)
     return cache, done[0], done[1]
 

@@ -1,4 +1,4 @@
-"""What a user may bring to `generate`: processors, criteria, a tokenizer, a clock."""
+"""What a user may bring to `generate`: processors, criteria, streamers, a tokenizer, a clock."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from support.letters import letters
 from support.tiny import VOCABULARY
@@ -18,6 +19,37 @@ TOKENIZER = letters(string.ascii_letters[:VOCABULARY])
 
 class OwnError(Exception):
     """Raised by what a user brings."""
+
+
+class Stopped(KeyboardInterrupt):
+    """As by Ctrl-C, at a known moment."""
+
+
+class Listener(BaseStreamer):
+    """A streamer that keeps what it is given.
+
+    Args:
+        last: the token at which it fails, 0 being the prompt; None if it does not.
+        error: what it fails with.
+
+    Attributes:
+        calls: tokens and their dtype, of the prompt first; at the end "end".
+        tokens: how many it was given after the prompt.
+    """
+
+    def __init__(self, last: int | None = None, error: type[BaseException] = OwnError) -> None:
+        self.last, self.error = last, error
+        self.calls: list[Any] = []
+        self.tokens = 0
+
+    def put(self, value: Tensor) -> None:
+        self.tokens = len(self.calls)
+        self.calls.append((value.tolist(), value.dtype))
+        if self.tokens == self.last:
+            raise self.error
+
+    def end(self) -> None:
+        self.calls.append("end")
 
 
 class Processor(LogitsProcessor):
@@ -32,7 +64,7 @@ class Processor(LogitsProcessor):
         self.calls: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls.append((input_ids.clone(), scores.clone()))
+        self.calls.append((input_ids.to(torch.long, copy=True), scores.clone()))
         if self.kind == "reads ids":
             liked = (input_ids[:, -1:] * 7 + torch.arange(3)) % scores.shape[-1]
             return scores.scatter_add(1, liked, torch.full(liked.shape, 1.5)) if input_ids.shape[1] else scores
@@ -58,7 +90,7 @@ class Criterion(StoppingCriteria):
         self.calls: list[tuple[Tensor, Any]] = []
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.calls.append((input_ids.clone(), scores))
+        self.calls.append((input_ids.to(torch.long, copy=True), scores))
         ends = torch.isin(input_ids[:, -1], torch.tensor([3, 4, 5, 6]))
         if self.kind == "ends rows":
             return ends
