@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -43,7 +43,6 @@ _BY_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _TAKES_NUMBERS = {"fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_"}  # of the host
 _UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _EFFICIENT = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of the memory-efficient kernel
-_HALF = (torch.float16, torch.bfloat16)
 
 
 class DeviceTensor(Tensor):
@@ -102,7 +101,7 @@ class SimulatedGpu:
     Attributes:
         launches: operations that were launched one by one, and `replays` of whole graphs.
         questions: of the host, by what was asked.
-        attention: calls of `scaled_dot_product_attention`, by the kernel that PyTorch takes on Hopper GPUs.
+        attention: calls of attention on the device, as PyTorch chooses its kernel or of the "efficient" one by name.
         generator: the device's default one.
     """
 
@@ -155,7 +154,7 @@ class SimulatedGpu:
         if named is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if func is aten._scaled_dot_product_efficient_attention.default:
-            self.attention["efficient, called by name"] += 1
+            self.attention["efficient"] += 1
             func = _efficient_attention
         on_host = _mapped(_host, args), _mapped(_host, kwargs)
         if kind.name in _NUMBERS or (kind.name == "copy_" and not isinstance(args[0], DeviceTensor)):
@@ -170,9 +169,7 @@ class SimulatedGpu:
         if name == "copy_":
             into, source = args[0], args[1]
             if isinstance(into, DeviceTensor) != isinstance(source, DeviceTensor):
-                waits = not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
-                if waits or self.graph is not None or not (_pinned(into) or _pinned(source)):
-                    self.ask(f"{func} between host and device")
+                self.ask(f"{func} between host and device")
             return
         places = [part for part in args[1] if part is not None]
         if not isinstance(args[0], DeviceTensor):
@@ -184,37 +181,16 @@ class SimulatedGpu:
         if name != "index" and not isinstance(args[2], DeviceTensor) and args[2].dim():
             raise RuntimeError(f"Expected all tensors to be on the same device ({func})")
 
-    def moved(self, tensor: Tensor, to: Any, options: dict[str, Any]) -> Tensor:
-        """`tensor.to(to, ...)` between host and device, or on the device."""
+    def moved(self, tensor: Tensor, to: torch.device | None, options: dict[str, Any]) -> Tensor:
+        """`tensor.to(to, ...)`, from one to the other or where it lies."""
         on_device = isinstance(tensor, DeviceTensor)
-        goal = on_device if to is None else torch.device(to).type == "cuda"
+        goal = on_device if to is None else to.type == "cuda"
         if goal == on_device:
-            return Tensor.to(tensor, **options)
-        if not (options.pop("non_blocking", False) and _pinned(tensor)) or self.graph is not None:
-            self.ask("a copy between host and device")
-        options.pop("copy", None)
+            return Tensor.to(tensor, **{"dtype": tensor.dtype, **options})
+        self.ask("a copy between host and device")
         there = Tensor.to(_host(tensor).detach().clone(), **options)
         found: Any = DeviceTensor(there) if goal else there
         return found.requires_grad_() if tensor.requires_grad and tensor.is_leaf else found
-
-    # ---- attention ------------------------------------------------------------------------------------------
-
-    def choose_attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool) -> None:
-        """Note the kernel that `scaled_dot_product_attention` of PyTorch 2.11 takes on an H200.
-
-        Found by its own `_fused_sdp_choice`, of tensors that nobody filled.
-        """
-        width, narrow = query.shape[-1], query.dtype in _HALF
-        aligned = width % (8 if narrow else 4) == 0
-        if narrow and aligned and max(width, value.shape[-1]) <= 128 and key.shape[2] != 1:
-            kernel = "cudnn"
-        elif narrow and mask is None and width <= 256 and not (causal and query.shape[2] != key.shape[2]):
-            kernel = "flash"
-        elif query.dtype in _EFFICIENT and aligned and query.shape[1] == key.shape[1]:
-            kernel = "efficient"
-        else:
-            kernel = "math"
-        self.attention[kernel] += 1
 
 
 class Graph:
@@ -312,10 +288,6 @@ def _host(part: Any) -> Any:
     return part.host if isinstance(part, DeviceTensor) else part
 
 
-def _pinned(tensor: Tensor) -> bool:
-    return getattr(tensor, "_says_pinned", False)
-
-
 def _as_given(found: Any, given: list[Tensor], wrapped: bool = True) -> Any:
     """Results as tensors of the device; one that is an argument's own numbers as that argument."""
     own = {id(part.host): part for part in given if isinstance(part, DeviceTensor)}
@@ -397,38 +369,22 @@ class _Calls(TorchFunctionMode):
         named = kwargs.get("device")
         if named is not None and torch.device(named).type == "cpu":  # zeros_like(x, device="cpu")
             args = _mapped(_host, args)
-        if kwargs.get("pin_memory"):
-            found = func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
-            found._says_pinned = True
-            return found
+        if "pin_memory" in kwargs:  # of safetensors
+            kwargs = {**kwargs, "pin_memory": False}
         if isinstance(named, (str, int)):
             kwargs = {**kwargs, "device": torch.device(named)}
         return func(*args, **kwargs)
 
 
 def _to(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensor, goal, options = args[0], kwargs.get("device"), {k: v for k, v in kwargs.items() if k != "device"}
-    for part in args[1:]:
-        if isinstance(part, Tensor):
-            goal, options["dtype"] = part.device, part.dtype
-        elif isinstance(part, torch.dtype):
-            options["dtype"] = part
-        elif isinstance(part, (str, torch.device)):
-            goal = part
-        elif isinstance(part, bool):
-            options["non_blocking" if "non_blocking" not in options else "copy"] = part
-    other = options.pop("other", None)
-    if other is not None:
-        goal, options["dtype"] = other.device, other.dtype
-    on_device = isinstance(tensor, DeviceTensor)
-    if goal is None or (torch.device(goal).type == "cuda") == on_device:
-        same = options or {"copy": False}
-        return Tensor.to(tensor, **same) if "dtype" in same else Tensor.to(tensor, dtype=tensor.dtype, **same)
-    return gpu.moved(tensor, goal, options)
-
-
-def _type_as(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return _to(gpu, func, args, kwargs)
+    tensor, *given = args
+    options = dict(kwargs)
+    like = options.pop("other", given[0] if given else None)
+    if isinstance(like, Tensor):
+        given = [like.device, like.dtype, *given[1:]]
+    copied = {name: options.pop(name) for name in ("copy", "memory_format") if name in options}
+    device, dtype, *_ = torch._C._nn._parse_to(*given, **options)
+    return gpu.moved(tensor, device, {**copied, **({} if dtype is None else {"dtype": dtype})})
 
 
 def _made(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -440,17 +396,9 @@ def _made(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> An
         func, args = torch.tensor, args[1:]
     given = args[0] if args else kwargs.get("data")
     if isinstance(given, DeviceTensor):
-        return _to(gpu, func, (given,), {**kwargs, **({} if named is None else {"device": named})})
+        return _to(gpu, func, (given,), {**kwargs, "device": named})
     found = func(*args, **kwargs)
-    return found if named is None or torch.device(named).type == "cpu" else gpu.moved(found, named, {})
-
-
-def _cpu(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return _to(gpu, func, (args[0], "cpu"), {})
-
-
-def _cuda(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    return _to(gpu, func, (args[0], DEVICE), {})
+    return found if named is None else gpu.moved(found, torch.device(named), {})
 
 
 def _tolist(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -459,68 +407,29 @@ def _tolist(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> 
     return func(_host(args[0]))
 
 
-def _pin(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    args[0]._says_pinned = True
-    return args[0]
-
-
 def _sdpa(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    query, mask = given["query"], given.get("attn_mask")
-    if isinstance(query, DeviceTensor):
-        if mask is not None and mask.dtype not in (torch.bool, query.dtype):
-            raise RuntimeError(f"attn_mask of {mask.dtype} for a query of {query.dtype}")
-        gpu.choose_attention(query, given["key"], given["value"], mask, given.get("is_causal", False))
+    if isinstance(args[0] if args else kwargs["query"], DeviceTensor):
+        gpu.attention["as PyTorch chooses"] += 1
     return func(*args, **kwargs)
 
 
 def _one_hot(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensor, classes = args[0], args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    if not isinstance(tensor, DeviceTensor) or classes < 0:
-        return func(*args, **kwargs)
-    return (tensor[..., None] == torch.arange(classes, device=DEVICE)).long()  # as it is done on CUDA
+    tensor, classes = args[0], args[1] if len(args) > 1 else kwargs["num_classes"]
+    return (tensor[..., None] == torch.arange(classes, device=tensor.device)).long()  # as it is done on CUDA
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
-    Tensor.cpu: _cpu,
-    Tensor.cuda: _cuda,
-    Tensor.type_as: _type_as,
+    Tensor.cpu: lambda gpu, func, args, kwargs: _to(gpu, func, (args[0], "cpu"), {}),
+    Tensor.cuda: lambda gpu, func, args, kwargs: _to(gpu, func, (args[0], DEVICE), {}),
+    Tensor.type_as: _to,
     Tensor.tolist: _tolist,
-    Tensor.pin_memory: _pin,
     Tensor.new_tensor: _made,
     torch.tensor: _made,
     torch.as_tensor: _made,
     torch.nn.functional.scaled_dot_product_attention: _sdpa,
     torch.nn.functional.one_hot: _one_hot,
 }
-
-
-class _Stream:
-    """A stream: all of them run in the order of the program."""
-
-    device = DEVICE
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def wait_stream(self, other: Any) -> None: ...
-    def wait_event(self, other: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-class _Event:
-    """An event, which has always happened."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-    def record(self, *_: Any) -> None: ...
-    def wait(self, *_: Any) -> None: ...
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 1.0
 
 
 @contextmanager
@@ -559,45 +468,31 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Let PyTorch have one CUDA device meanwhile, in this thread; a process has one at a time."""
     gpu = SimulatedGpu()
 
-    def seed(number: int) -> None:
-        gpu.generator.manual_seed(number)
-
-    def module_of(device: Any = None) -> Any:
-        return torch.cuda if device is not None and torch.device(device).type == "cuda" else torch.cpu
-
-    stream = _Stream()
-    nothing = nullcontext()
     stands_in: dict[str, Any] = {
         "_lazy_init": lambda: None,
-        "_is_in_bad_fork": lambda: False,
         "is_available": lambda: True,
-        "is_initialized": lambda: True,
         "is_current_stream_capturing": lambda: gpu.graph is not None,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
-        "device": lambda device: nothing,
-        "stream": lambda stream: nothing,
-        "current_stream": lambda device=None: stream,
-        "default_stream": lambda device=None: stream,
+        "device": lambda device: nullcontext(),
+        "stream": lambda stream: nullcontext(),
+        "current_stream": lambda device=None: Mock(),
         "set_stream": lambda stream: None,
         "synchronize": lambda device=None: None,
-        "empty_cache": lambda: None,
         "graph_pool_handle": lambda: (0, 1),
         "get_device_name": lambda device=None: "a simulated GPU",
         "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: gpu.generator.get_state(),
         "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),
-        "manual_seed": seed,
-        "manual_seed_all": seed,
+        "manual_seed_all": gpu.generator.manual_seed,
         "set_sync_debug_mode": gpu.set_sync_debug_mode,
-        "Stream": _Stream,
-        "Event": _Event,
+        "Stream": lambda *args: Mock(),  # all run in the order of the program
         "CUDAGraph": Graph,
         "graph": _capture,
     }
     with (
         patch.multiple(torch.cuda, **stands_in),
-        patch.multiple(torch, Generator=_generator_class(), get_device_module=module_of),
+        patch.object(torch, "Generator", _generator_class()),
     ):
         _running.append(gpu)
         # Parameters become others of the same identity: tied ones stay so.
