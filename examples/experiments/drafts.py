@@ -22,7 +22,6 @@ from hf_dart.cli.common import (
     load,
     pair_options,
     positive,
-    say,
     set_threads,
     show,
     sizes,
@@ -172,7 +171,7 @@ def main(words: Sequence[str] | None = None) -> int:
     pair = load(arguments)
     others = {Path(path).name: load_head(path, pair.model, pair.tokenizer) for path in arguments.others}
     prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
-    costs = profiling.measure(pair, progress=say) if arguments.profile else None
+    costs = profiling.measure(pair, quiet=False) if arguments.profile else None
     ways = draft_methods(pair.head, arguments.nodes, costs) | of_others(others, arguments.nodes)
     methods = {name: way.options for name, way in ways.items()}
     modes = {mode: speed.MODES[mode] for mode in arguments.modes}

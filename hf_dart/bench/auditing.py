@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import isfinite
 from typing import Any
@@ -11,12 +10,12 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_dart.bench.exact import LOW_PRECISION_ULPS, NEAR_TIE, Difference, Run, differences, run, verdict
+from hf_dart.bench.exact import LOW_PRECISION_ULPS, NEAR_TIE, Difference, differences, run
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
+from hf_dart.bench.speed import MODES, Settings, measure
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.quantised import rounding_of
-from hf_dart.view.tables import Verdict, headline, markdown
+from hf_dart.view.tables import OURS, STOCK, Verdict, headline, markdown
 
 _MODES = ("greedy", "sampled, T=1")
 
@@ -37,17 +36,13 @@ class _SampleWhenGreedy(LogitsProcessor):
         return scores.log_softmax(-1) - noise.log()
 
 
-def audit(
-    pair: Pair,
-    prompts: list[list[int]],
-    settings: Settings,
-    progress: Callable[[str], object] = lambda line: None,
-) -> dict[str, Any]:
+def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool = True) -> dict[str, Any]:
     """Run all prompts with and without the head, greedy and sampled, one by one and in one padded batch of all.
 
     Args:
         prompts: token ids, two prompts or more.
         settings: their `new_tokens` and `seed` are used.
+        quiet: show no progress on standard error.
 
     Returns:
         For JSON. passed: whether no drafted run differs at more than a near-tie and each leaves the generator as
@@ -56,42 +51,31 @@ def audit(
         difference (None without one) of `drafted`, the prompt alone, of `drafted_batch`, and of `control`, stock in
         the batch against stock alone: what a change of shapes does without any drafts.
     """
-    model, seed = pair.model, settings.seed
-    verdicts: list[Verdict] = []
-
-    def both(inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Run, list[Difference | None]]:
-        stock = run(model, inputs, options, seed)
-        drafted = run(model, inputs, {**options, "assistant": pair.head}, seed)
-        found = differences(stock, drafted)
-        verdicts.append(verdict(found, stock, drafted))
-        return stock, found
-
-    together = pad_left(prompts, pad_token(pair), model.device)
+    settings = replace(settings, prompts=len(prompts), repeats=1, batches=(1, len(prompts)))
+    modes = {mode: MODES[mode] for mode in _MODES}
+    measured = measure(pair, prompts, settings, {OURS: {"assistant": pair.head}}, modes, quiet)
+    found = {(one.mode, one.batch, one.method): one for one in measured}
     findings = []
     for mode in _MODES:
-        progress(mode)
-        options = {**MODES[mode], "max_new_tokens": settings.new_tokens}
-        batch, batched = both(together, options)
-        if options["do_sample"]:
-            coupled = LogitsProcessorList([_SampleWhenGreedy(seed, batch.sequences.device)])
+        ((batch,),) = found[mode, len(prompts), STOCK].runs
+        if batch.options["do_sample"]:
+            coupled = LogitsProcessorList([_SampleWhenGreedy(settings.seed, batch.sequences.device)])
             greedy = {"do_sample": False, "max_new_tokens": settings.new_tokens, "logits_processor": coupled}
-            batch = run(model, together, greedy, seed)
-        for row, prompt in enumerate(prompts):
-            stock, alone = both(pad_left([prompt], 0, model.device), options)
+            batch = run(batch.model, batch.inputs, greedy, settings.seed)
+        alone, together = (found[mode, size, OURS].differences for size in settings.batches)
+        for row, stock in enumerate(found[mode, 1, STOCK].runs[0]):
             in_batch = batch.generated[row : row + 1, : stock.generated.shape[1]]
             text = torch.cat([stock.inputs["input_ids"], in_batch], dim=1)
-            control = differences(stock, replace(stock, sequences=text))
-            parted = {"drafted": alone[0], "drafted_batch": batched[row], "control": control[0]}
+            (control,) = differences(stock, replace(stock, sequences=text))
+            parted = {"drafted": alone[row], "drafted_batch": together[row], "control": control}
             entries = {name: _entry(one) for name, one in parted.items()}
             findings.append({"mode": mode, "prompt": row + 1, **entries})
-    attention = TreeAttention(model)
-    whole = sum(verdicts, Verdict())
-    # After a difference the generator need not be where stock leaves it.
-    generator = all(one.generator or one.near_ties or one.differences for one in verdicts)
+    attention = TreeAttention(pair.model)
+    verdict = sum((one.verdict for one in measured if one.verdict is not None), Verdict())
     return {
-        "passed": all(one.identical for one in verdicts),
-        "compared": {**asdict(whole), "generator": generator},
-        "rounding": str(rounding_of(model)).removeprefix("torch."),
+        "passed": verdict.identical,
+        "compared": asdict(verdict),
+        "rounding": str(rounding_of(pair.model)).removeprefix("torch."),
         "attention": {"own": attention.own, "trees": attention.name},
         "findings": findings,
     }

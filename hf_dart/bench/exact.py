@@ -100,16 +100,17 @@ class Difference:
         return self.gap <= self.allowed
 
 
-def compare(stock: Run, other: Run) -> Verdict:
-    """Compare a run with stock's, token for token and in the state of the generator."""
-    return verdict(differences(stock, other), stock, other)
+def compare(stock: Run, other: Run, found: list[Difference | None] | None = None) -> Verdict:
+    """Compare a run with stock's, token for token and in the state of the generator.
 
-
-def verdict(found: list[Difference | None], stock: Run, other: Run) -> Verdict:
-    """Return the verdict on two runs whose `differences` are `found`."""
+    Args:
+        found: their `differences`, if they are known.
+    """
+    found = differences(stock, other) if found is None else found
     ties = sum(one is not None and one.near_tie for one in found)
     apart = sum(one is not None for one in found) - ties
-    return Verdict(len(found), ties, apart, torch.equal(stock.generator, other.generator))
+    same = bool(ties or apart) or torch.equal(stock.generator, other.generator)
+    return Verdict(len(found), ties, apart, same)
 
 
 def differences(stock: Run, other: Run) -> list[Difference | None]:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from itertools import chain
 from typing import Any
 
 import torch
 
+from hf_dart.bench import speed
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
+from hf_dart.bench.speed import Settings
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points
+from hf_dart.view.tables import STOCK
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-_WARMUP = 4  # tokens
 _LONGEST = 8  # levels of a chain whose cost is measured, at most
-_STOCK, _CHAIN, _BUSHY = "stock", "chain", "bushy"  # names of the ways that are no tree size
+_CHAIN, _BUSHY = "chain", "bushy"  # names of the ways that are no tree size
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,10 @@ def measure(
     *,
     depth: int | None = None,
     context: int = 192,
-    rounds: int = 12,
+    rounds: int = 24,
     repeats: int = 3,
     sizes: Sequence[int] = SIZES,
-    progress: Callable[[str], object] = lambda line: None,
+    quiet: bool = True,
 ) -> Profile:
     """Time greedy rounds at batch 1, interleaved with stock, and keep the quickest repeat of each.
 
@@ -66,60 +68,52 @@ def measure(
         pair: target and head, which drafts text of its own: copied text fills no tree of a given size.
         depth: of the drafts, which cost autoregressive heads a pass each; None is what the head's own trees have.
         context: tokens of a random prompt.
-        rounds: about how many are timed at a time.
+        rounds: how many are timed at a time, or fewer where trees bring more tokens.
         repeats: of everything.
         sizes: of trees, rising from 1; two or more.
+        quiet: show no progress on standard error.
     """
+    head, levels = pair.head, takes_levels(pair.model)
     vocabulary = pair.model.get_input_embeddings().num_embeddings
-    ids = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(0)).to(pair.model.device)
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    endless = copy.deepcopy(pair.model.generation_config)
-    endless.do_sample, endless.eos_token_id = False, None
-    head = pair.head
-    levels = takes_levels(pair.model)
+    prompt = torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0)).tolist()
     # If levels are computed one by one, each has a cost of its own: sizes are measured on one level, and a level costs
     # what a chain costs more than as many nodes on one level.
     flat = TreeConfig(depth=1, lookup=0, top_k=min(max(sizes[-1], _LONGEST), vocabulary))
-    depth = depth or head.tree_config.depth
-    trees: dict[str | int, TreeConfig] = {
-        size: replace(flat, nodes=size) if levels else TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16)
-        for size in sizes
-    }
+    deep = TreeConfig(depth=depth or head.tree_config.depth, lookup=0, top_k=16)
+    trees = {str(size): replace(flat if levels else deep, nodes=size) for size in sizes}
     longest = min(_LONGEST, head.draft_length)
     if has_level := levels and longest > 1:
         trees |= {_CHAIN: TreeConfig.chain(longest), _BUSHY: replace(flat, nodes=longest + 1)}
 
-    def timed(tokens: int, way: str | int) -> tuple[float, float, int]:
-        """Seconds of a call that writes so many tokens, those of its drafts, and its rounds."""
-        options = {"generation_config": endless, "do_sample": False, "max_new_tokens": tokens}
-        if way == _STOCK:
-            return run(pair.model, inputs, options).seconds, 0.0, tokens
-        tree = trees[way]
-        done = run(pair.model, inputs, {**options, "assistant": head, "tree_config": tree})
-        assert done.stats is not None
-        spent = done.stats.seconds
-        return done.seconds - spent["prefill"], spent["draft"] if tree.nodes != 1 else 0.0, done.stats.rounds
+    endless = copy.deepcopy(pair.model.generation_config)
+    endless.do_sample, endless.eos_token_id = False, None
+    mode = {"generation_config": endless, "do_sample": False}
+    settings = Settings(1, context, rounds + 1, repeats, batches=(1,))
+    methods = {name: {"assistant": head, "tree_config": tree} for name, tree in trees.items()}
+    measured = speed.measure(pair, [prompt], settings, methods, {"greedy": mode}, quiet)
+    runs: dict[str, list[Any]] = {one.method: list(chain.from_iterable(one.runs)) for one in measured}
+    prefill = min(run(pair.model, runs[STOCK][0].inputs, {**mode, "max_new_tokens": 1}).seconds for _ in range(repeats))
+    # Noise may put the two in the wrong order.
+    token = max(min(one.seconds for one in runs[STOCK]) - prefill, 0.0) / rounds
 
-    best = dict.fromkeys([_STOCK, *trees], inf)
-    draft = prefill = inf
-    drafts = {_CHAIN} if has_level else trees.keys() - {1}
-    for way in best:
-        timed(_WARMUP, way)
-    for repeat in range(repeats):
-        progress(f"repeat {repeat + 1} of {repeats}")
-        prefill = min(prefill, timed(1, _STOCK)[0])
-        for way in best:
-            # A deeper tree brings more tokens per round.
-            seconds, drafting, count = timed(rounds * (1 if way in (_STOCK, 1) else 2) + 1, way)
-            best[way] = min(best[way], (seconds - drafting) / max(count, 1))
-            if way in drafts:
-                draft = min(draft, drafting / max(count, 1))
-    token = max(best[_STOCK] * (rounds + 1) - prefill, 0.0) / rounds  # noise may put them in the wrong order
-    plain = best[1]
-    level = max((best[_CHAIN] - best[_BUSHY]) / plain / (longest - 1), 0.0) if has_level else 0.0
-    verify: list[tuple[float, float]] = []
-    for size in sizes:
-        alone = best[size] / plain - level * min(size - 1, 1)
-        verify.append((float(size), round(max(alone, verify[-1][1] if verify else 1.0), 3)))
-    known = round(level, 3) if has_level else None
+    def quickest(name: str, spent: Callable[[Any], float]) -> float:
+        """Least seconds per round of the runs of a tree."""
+        return min(spent(one) / max(one.stats.rounds, 1) for one in runs[name])
+
+    def draft_of(one: Any) -> float:
+        return one.stats.seconds["draft"]
+
+    def rest_of(one: Any) -> float:
+        return one.seconds - one.stats.seconds["prefill"] - one.stats.seconds["draft"]
+
+    plain = quickest("1", lambda one: rest_of(one) + draft_of(one))
+    draft = min(quickest(name, draft_of) for name in ([_CHAIN] if has_level else trees.keys() - {"1"}))
+    known = None
+    if has_level:
+        more = quickest(_CHAIN, rest_of) - quickest(_BUSHY, rest_of)
+        known = round(max(more / plain / (longest - 1), 0.0), 3)
+    verify = [(1.0, 1.0)]
+    for size in sizes[1:]:
+        alone = quickest(str(size), rest_of) / plain - (known or 0.0)
+        verify.append((float(size), round(max(alone, verify[-1][1]), 3)))
     return Profile(tuple(verify), round(draft / plain, 3), known, 1000 * token, 1000 * plain)

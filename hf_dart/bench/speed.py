@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_dart.bench.baselines import COMPILED, claims_same_text, is_ours, takes
-from hf_dart.bench.exact import Run, compare, run
+from hf_dart.bench.exact import Difference, Run, compare, differences, run
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.peak_memory import peak_bytes, reset_peak
 from hf_dart.decoding.stats import DraftStats
@@ -66,10 +67,9 @@ class Measurement:
     Attributes:
         verdict: comparison with stock, over all repeats; None where another text is as good.
         ours: whether it is a drafter of ours, whose text has to be stock's.
-        seconds: of each repeat, over all prompts; whole `generate` calls, prefill included.
-        runs: of the last repeat, one of each batch.
+        runs: by repeat, one of each batch.
+        differences: from stock, row by row; empty without a verdict.
         peak: bytes, the highest of all its calls.
-        stats: what the drafter did, over all repeats.
     """
 
     batch: int
@@ -77,28 +77,33 @@ class Measurement:
     method: str
     verdict: Verdict | None
     ours: bool
-    seconds: list[float] = field(default_factory=list)
-    runs: list[Run] = field(default_factory=list)
+    runs: list[list[Run]] = field(default_factory=list)
+    differences: list[Difference | None] = field(default_factory=list)
     peak: int = 0
-    stats: DraftStats = field(default_factory=DraftStats)
+
+    @property
+    def seconds(self) -> list[float]:
+        """Time of each repeat, over all prompts; whole `generate` calls, prefill included."""
+        return [sum(done.seconds for done in repeat) for repeat in self.runs]
 
     @property
     def written(self) -> list[list[int]]:
         """Generated tokens of each row of the last repeat, up to its end-of-text token."""
-        return [row for run in self.runs for row in texts(run)]
+        return [row for done in self.runs[-1] for row in texts(done)]
+
+    @property
+    def stats(self) -> DraftStats:
+        """Statistics of the drafter, over all repeats."""
+        merged = DraftStats()
+        for done in chain.from_iterable(self.runs):
+            if done.stats is not None:
+                merged.merge(done.stats)
+        return merged
 
     @property
     def identical(self) -> bool:
         """True if the text equals stock's, or was not compared."""
         return self.verdict is None or self.verdict.identical
-
-    def add(self, done: Run, peak: int) -> None:
-        """Add one call of the current repeat."""
-        self.seconds[-1] += done.seconds
-        self.runs.append(done)
-        self.peak = max(self.peak, peak)
-        if done.stats is not None:
-            self.stats.merge(done.stats)
 
 
 def in_turn(items: list[T], number: int) -> list[T]:
@@ -164,18 +169,20 @@ def measure(
                 call(one, inputs, short)
         for repeat in range(settings.repeats):
             for one in measurements:
-                one.seconds.append(0.0)
-                one.runs.clear()
+                one.runs.append([])
             for batch, mode in {(one.batch, one.mode): None for one in measurements}:
                 rows = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
                 for number, inputs in enumerate(groups[batch]):
                     for one in in_turn(rows, repeat + number):
                         reset_peak(pair.model.device)
-                        one.add(call(one, inputs, settings.new_tokens), peak_bytes(pair.model.device))
-                    stock = next(one.runs[-1] for one in rows if one.method == STOCK)
+                        one.runs[-1].append(call(one, inputs, settings.new_tokens))
+                        one.peak = max(one.peak, peak_bytes(pair.model.device))
+                    stock = next(one.runs[-1][-1] for one in rows if one.method == STOCK)
                     for one in rows:
                         if one.verdict is not None:
-                            one.verdict += compare(stock, one.runs[-1])
+                            found = differences(stock, one.runs[-1][-1])
+                            one.verdict += compare(stock, one.runs[-1][-1], found)
+                            one.differences += found
     return measurements
 
 
@@ -189,15 +196,15 @@ def pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> dict[s
 
 def pad_token(pair: Pair) -> int:
     """Return the token that fills up the shorter prompts of a batch."""
-    known = (pair.model.generation_config.pad_token_id, pair.tokenizer.pad_token_id, *_end_tokens(pair.model), 0)
+    known = (pair.model.generation_config.pad_token_id, *_end_tokens(pair.model), 0)
     return next(int(token) for token in known if token is not None)
 
 
-def texts(run: Run) -> list[list[int]]:
+def texts(done: Run) -> list[list[int]]:
     """Return the generated tokens of each row of a run up to its end-of-text token."""
-    ends = _end_tokens(run.model)
+    ends = _end_tokens(done.model)
     found = []
-    for row in run.generated.tolist():
+    for row in done.generated.tolist():
         end = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
         found.append(row[:end])
     return found

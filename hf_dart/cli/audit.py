@@ -50,7 +50,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     content = {
         **report.circumstances(pair, settings, text, ["hf-dart", *arguments.words]),
-        **auditing.audit(pair, prompts, settings, common.say),
+        **auditing.audit(pair, prompts, settings, quiet=False),
     }
     common.show(auditing.as_table(content))
     common.write_json(arguments.json, content)

@@ -109,7 +109,7 @@ def demo(
         if one.verdict is None:  # stock's
             continue
         verdict += one.verdict
-        for number, (prompt, run) in enumerate(zip(prompts, one.runs, strict=True), start=1):
+        for number, (prompt, run) in enumerate(zip(prompts, one.runs[0], strict=True), start=1):
             assert run.stats is not None
             show(pen(_BOLD, f"\n{one.mode}, prompt {number}: {run.seconds:.2f} s, τ {run.stats.tau:.2f}"))
             pieces = "".join(pen(_GREEN, text) if drafted else text for text, drafted in _pieces(pair.tokenizer, run))

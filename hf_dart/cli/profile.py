@@ -41,7 +41,7 @@ def _run(arguments: argparse.Namespace) -> int:
         isinstance(pair.head, TrainedDrafter) and content.get("model_type") == pair.head.config.model_type
     ):
         raise UserError("--save writes into heads of hf_dart's own format; this is another, so give --json instead.")
-    found = profiling.measure(pair, progress=common.say)
+    found = profiling.measure(pair, quiet=False)
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
     print(f"one token of stock generate: {found.token_ms:.2f} ms")
     print(f"one round without a draft: {found.plain_ms:.2f} ms; costs relative to it:")

@@ -21,7 +21,7 @@ class Verdict:
         rows: rows compared.
         near_ties: rows that part at a near-tie of stock's own choice.
         differences: rows that part elsewhere.
-        generator: the generator was left in the same state (after a near-tie it need not be).
+        generator: the generator was left in the same state, in runs of which no row parts.
     """
 
     rows: int = 0
@@ -32,7 +32,7 @@ class Verdict:
     @property
     def identical(self) -> bool:
         """Token for token the same, near-ties apart, generator included."""
-        return not self.differences and (self.generator or self.near_ties > 0)
+        return not self.differences and self.generator
 
     def __add__(self, other: Verdict) -> Verdict:
         return Verdict(

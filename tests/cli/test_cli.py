@@ -13,14 +13,13 @@ from pathlib import Path
 import pytest
 from support.chats import THINKING, chat_tokenizer
 
-from hf_dart.bench.exact import Run, compare
+from hf_dart.bench.exact import Difference, Run, differences
 from hf_dart.bench.pair import load_pair
 from hf_dart.cli import main
 from hf_dart.cli.common import check_file, write_json
 from hf_dart.cli.demo import demo
 from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.view.tables import Verdict
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
 MEASURE = [["bench"], ["audit"], ["profile"]]
@@ -38,13 +37,13 @@ def test_demo_shows_that_nothing_changed(capsys: pytest.CaptureFixture[str]) -> 
 def test_demo_in_colour_with_a_false_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong token: the verdict has to notice."""
 
-    def wrong(stock: Run, drafted: Run) -> Verdict:
+    def wrong(stock: Run, drafted: Run) -> list[Difference | None]:
         sequences = drafted.sequences.clone()
         sequences[0, -3] += 1
-        return compare(stock, replace(drafted, sequences=sequences))
+        return differences(stock, replace(drafted, sequences=sequences))
 
     lines: list[str] = []
-    monkeypatch.setattr("hf_dart.bench.speed.compare", wrong)
+    monkeypatch.setattr("hf_dart.bench.speed.differences", wrong)
     assert not demo(load_pair(), new_tokens=8, prompts=(PROMPT,), show=lines.append, color=True)
     assert any("\033[32m" in line for line in lines)  # accepted drafts
     assert "identical: no" in lines[-1]
