@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def methods(drafters: dict[str, Any], costs: Costs) -> dict[str, dict[str, Any]]
     for kind, drafter in drafters.items():
         for depth, cost in costs[kind].items():
             # Copies of earlier text would hide what the drafters know.
-            tree = replace(drafter.tree_config, nodes=None, depth=depth, lookup=0, **cost.settings)
+            tree = replace(drafter.tree_config, nodes=None, depth=depth, lookup=0, **cost.tree)
             found[f"{_NAMES[kind]}, depth {depth}"] = {"assistant": drafter, "tree_config": tree}
     return found
 
@@ -84,7 +84,8 @@ def cost_table(costs: Costs) -> list[str]:
     lines = ["| cost of a draft | " + " | ".join(f"depth {depth}" for depth in depths) + " |"]
     lines.append("|---" * (len(depths) + 1) + "|")
     for kind, of_kind in costs.items():
-        lines.append(f"| {_NAMES[kind]} | " + " | ".join(f"{of_kind[depth].draft:.2f}" for depth in depths) + " |")
+        cells = [f"{of_kind[depth].tree['draft_cost']:.2f}" for depth in depths]
+        lines.append(f"| {_NAMES[kind]} | " + " | ".join(cells) + " |")
     return lines
 
 
@@ -154,7 +155,7 @@ def main() -> None:
         "results": report.results(measurements),
         "drafters": baselines.parameters(measured),
         "training": trained,
-        "costs": {kind: {str(depth): asdict(one) for depth, one in found.items()} for kind, found in costs.items()},
+        "costs": {kind: {str(depth): one._asdict() for depth, one in found.items()} for kind, found in costs.items()},
     }
     sections = [cost_table(costs), comparison(content["results"]), [as_table(content)]]
     content["markdown"] = "\n\n".join("\n".join(lines) for lines in sections)

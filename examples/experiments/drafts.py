@@ -88,7 +88,7 @@ def draft_methods(head: Any, nodes: int, costs: Profile | None = None) -> dict[s
                 found[f"{name} + edit x{passes}".strip()] = replace(tree, refine=passes)
     own = head.tree_config
     settings = {"node_cost": own.node_cost, "verify_costs": own.verify_costs, "draft_cost": own.draft_cost}
-    by_cost = {"nodes": None, **(settings if costs is None else costs.settings)}
+    by_cost = {"nodes": None, **(settings if costs is None else costs.tree)}
     stack = best.removeprefix("marginal tree")
     found[f"{best}, size by cost"] = replace(found[best], **by_cost)
     found[f"{stack} + copies".strip()] = replace(found[best], lookup=TreeConfig.lookup)
@@ -179,7 +179,7 @@ def main(words: Sequence[str] | None = None) -> int:
     content = {
         **report.circumstances(pair, settings, text, ["python", *(sys.argv if words is None else words)]),
         "drafts": {name: way.describe() for name, way in ways.items()},
-        **({} if costs is None else {"costs": asdict(costs)}),
+        **({} if costs is None else {"costs": costs._asdict()}),
         "results": report.results(measurements),
     }
     show(as_table(content))

@@ -92,7 +92,7 @@ def measured(name: str, rounds: int, repeats: int) -> dict[str, Any]:
         "state_bytes": sum(state.numel() * state.element_size() for state in states),
         "token_ms": found.token_ms,
         "plain_ms": found.plain_ms,
-        **found.settings,
+        **found.tree,
     }
 
 

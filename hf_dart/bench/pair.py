@@ -45,23 +45,25 @@ def load_pair(
     Raises:
         UserError: one of them cannot be loaded or they do not fit.
     """
-    if target is None and head is not None:
-        target = target_of(head)
-    target = target or PACKAGED
     from transformers.utils import logging
 
+    from hf_dart.decoding.api import attach
+    from hf_dart.drafters.lookup import LookupDrafter
+
+    target = target or target_of(head)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     model, tokenizer = load_target(target, dtype, device_map, **options)
-    if head is None and target == PACKAGED:
-        head = target
-    drafter = _copies(model) if head is None else load_head(head, model, tokenizer)
-    head_name = "copied text" if head is None else _shown(head, "head")
-    return Pair(model, drafter, tokenizer, _shown(target, "target"), head_name)
+    head = head or (PACKAGED if target == PACKAGED else None)
+    if head is not None:
+        return Pair(model, load_head(head, model, tokenizer), tokenizer, shown_name(target, "target"), shown_name(head))
+    with as_user_error():
+        attach(model)
+    return Pair(model, LookupDrafter(), tokenizer, shown_name(target, "target"), "copied text")
 
 
-def target_of(head: str) -> str:
-    """Return the target that a head was made for: `PACKAGED`, or a folder or Hub id.
+def target_of(head: str | None) -> str:
+    """Return the target that a head was made for: `PACKAGED`, which None is for as well, or a folder or Hub id.
 
     That is the target of its training (recipe.yaml of the run, training.json), or a Hub id in its config.
 
@@ -73,7 +75,7 @@ def target_of(head: str) -> str:
     from hf_dart.hub.download import head_config, optional_json
     from hf_dart.hub.facts import TRAINING_RECORD
 
-    if head == PACKAGED or Path(head).resolve() == PACKAGED_HEAD.resolve():
+    if head in (None, PACKAGED) or Path(head).resolve() == PACKAGED_HEAD.resolve():
         return PACKAGED
     check_path("head", head)
     with as_user_error(about=f"Cannot load the head {head!r}"):
@@ -90,22 +92,10 @@ def target_of(head: str) -> str:
     raise UserError(f"The head {head!r} {told}; give --target, the model that it was made for.")
 
 
-def _copies(model: Any) -> Any:
-    """Make a drafter without weights, for an attached model."""
-    from hf_dart.decoding.api import attach
-    from hf_dart.drafters.lookup import LookupDrafter
-
-    with as_user_error():
-        attach(model)
-    return LookupDrafter()
-
-
-def _shown(name: str, part: str) -> str:
-    return f"{name} {part}" if name == PACKAGED else shown_name(name)
-
-
-def shown_name(path: str) -> str:
-    """Return the name of a model in reports: a folder's path says nothing on another machine; its name may."""
+def shown_name(path: str, part: str = "head") -> str:
+    """Return the name of a target or head in reports: a folder's path says nothing on another machine; its name may."""
+    if path == PACKAGED:
+        return f"{path} {part}"
     folder = Path(path).resolve()
     if not folder.is_dir():
         return path

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import re
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -11,27 +12,17 @@ _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def reset_peak(device: torch.device) -> None:
-    """Begin a stretch; where the system keeps no resettable peak, `peak_bytes` is that of the process."""
+    """Begin a stretch."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _RESET.exists():
-        try:
+        with suppress(OSError):  # where the system forbids it, the peak is that of the process
             _RESET.write_text("5")  # see proc(5): resets the peak resident set size
-        except OSError:
-            return
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Most memory in use since `reset_peak`: allocated on a CUDA device, else resident in the process."""
+    """Most memory in use since `reset_peak`: allocated on a CUDA device, else resident; 0 where that is not told."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if _STATUS.exists():
-        for line in _STATUS.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return 1024 * int(line.split()[1])
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    found = re.search(r"VmHWM:\s+(\d+)", _STATUS.read_text()) if _STATUS.exists() else None
+    return 1024 * int(found[1]) if found else 0

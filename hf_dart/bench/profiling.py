@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,7 +16,6 @@ from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Settings
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.costs import Points
 from hf_dart.view.tables import STOCK
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -24,29 +23,19 @@ _LONGEST = 8  # levels of a chain whose cost is measured, at most
 _CHAIN, _BUSHY = "chain", "bushy"  # names of the ways that are no tree size
 
 
-@dataclass(frozen=True)
-class Profile:
-    """Costs relative to a round without a draft, at batch 1.
+class Profile(NamedTuple):
+    """Costs at batch 1.
 
     Attributes:
-        verify: (tokens, cost) of a round less its draft, as `TreeConfig.verify_costs` takes them.
-        draft: of a draft, as `TreeConfig.draft_cost` takes it.
-        level: of a level of nodes, as `TreeConfig.level_cost` takes it; None where the target computes none one by one.
+        tree: fields of a `TreeConfig`, relative to a round without a draft: `verify_costs`, `draft_cost` and, where the
+            target computes levels of nodes one by one, `level_cost`.
         token_ms: stock's time per token.
         plain_ms: that of a round without a draft.
     """
 
-    verify: Points
-    draft: float
-    level: float | None
+    tree: dict[str, Any]
     token_ms: float
     plain_ms: float
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The fields of a `TreeConfig` that it decides."""
-        levels = {} if self.level is None else {"level_cost": self.level}
-        return {"verify_costs": self.verify, "draft_cost": self.draft, **levels}
 
 
 def measure(
@@ -108,12 +97,12 @@ def measure(
 
     plain = quickest("1", lambda one: rest_of(one) + draft_of(one))
     draft = min(quickest(name, draft_of) for name in ([_CHAIN] if has_level else trees.keys() - {"1"}))
-    known = None
+    found: dict[str, Any] = {"draft_cost": round(draft / plain, 3)}
     if has_level:
         more = quickest(_CHAIN, rest_of) - quickest(_BUSHY, rest_of)
-        known = round(max(more / plain / (longest - 1), 0.0), 3)
+        found["level_cost"] = round(max(more / plain / (longest - 1), 0.0), 3)
     verify = [(1.0, 1.0)]
     for size in sizes[1:]:
-        alone = quickest(str(size), rest_of) / plain - (known or 0.0)
+        alone = quickest(str(size), rest_of) / plain - found.get("level_cost", 0.0)
         verify.append((float(size), round(max(alone, verify[-1][1]), 3)))
-    return Profile(tuple(verify), round(draft / plain, 3), known, 1000 * token, 1000 * plain)
+    return Profile({"verify_costs": tuple(verify), **found}, 1000 * token, 1000 * plain)

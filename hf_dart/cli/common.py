@@ -43,14 +43,6 @@ def sizes(text: str) -> tuple[int, ...]:
     return tuple(map(positive, text.split(",")))
 
 
-def fields(text: str) -> dict[str, Any]:
-    """Read a JSON object, for argparse."""
-    found = json.loads(text)
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return found
-
-
 def pair_options() -> argparse.ArgumentParser:
     """Make a parent parser: which target and head, and how they run."""
     pair = argparse.ArgumentParser(add_help=False, parents=[target_options()])
@@ -70,7 +62,7 @@ def target_options() -> argparse.ArgumentParser:
     target.add_argument("--attn-implementation", metavar="NAME", help="attention of the target, as for from_pretrained")
     target.add_argument(
         "--quantization",
-        type=fields,
+        type=json.loads,
         metavar="JSON",
         help='of the target: fields of a quantization config of transformers, such as {"load_in_4bit": true}',
     )
@@ -113,7 +105,7 @@ def load(arguments: argparse.Namespace) -> Pair:
     """
     set_threads(arguments.threads)
     options = loading_options(arguments)
-    target = target_of(arguments.head) if arguments.target is None and arguments.head else arguments.target
+    target = arguments.target or target_of(arguments.head)
     if vars(arguments).get("chat") and not load_tokenizer(target).chat_template:  # before the slow model
         raise UserError("This target's tokenizer has no chat template; leave --chat out.")
     pair = load_pair(target, arguments.head, arguments.dtype, arguments.device_map, **options)

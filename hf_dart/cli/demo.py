@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable
 from itertools import groupby
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dart.bench.pair import Pair, load_pair
@@ -14,42 +16,9 @@ from hf_dart.cli import common
 if TYPE_CHECKING:
     from hf_dart.bench.exact import Run
 
-# Beginnings of Python files, written for this demo: in no training corpus.
-PROMPTS = (
-    '''"""Reading and writing the station logs of a tide gauge."""
-
-import csv
-import os
-from pathlib import Path
-
-
-class StationLog:
-    """The readings of one station, oldest first."""
-
-    def __init__(self, path):
-        self.path = Path(path)
-        self.readings = []
-
-    def load(self):''',
-    """import argparse
-import sys
-
-
-def parse_arguments(argv=None):
-    parser = argparse.ArgumentParser(description="Sort recipe cards by season.")
-    parser.add_argument("folder", help="where the cards lie")
-    parser.add_argument(""",
-    """class TestOrchardMap:
-    def test_empty_rows(self):
-        rows = plant_rows(0)
-        assert rows == []
-
-    def test_single_row(self):
-        rows = plant_rows(1)
-        assert len(rows) == 1
-
-    def test_""",
-)
+_FILE = Path(__file__).parents[1] / "bench" / "prompts" / "demo.jsonl"
+PROMPTS = tuple(json.loads(line)["prompt"] for line in _FILE.read_text(encoding="utf8").splitlines())
+"""Beginnings of Python files, written for this demo: in no training corpus."""
 _MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled, T=0.8": {"do_sample": True, "temperature": 0.8, "top_k": 0},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import textwrap
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -128,10 +127,9 @@ def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
 
 
 def _stats_lines(rate: str, stats: Any) -> str:
-    lines = [
-        f"{rate}; {stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}; {stats.accepted} of "
-        f"{stats.drafted} drafts accepted",
-        f"accepted by depth: {' '.join(map(str, stats.accepted_per_depth))}",
-        f"seconds: {', '.join(f'{phase} {spent:.2f}' for phase, spent in stats.seconds.items())}",
-    ]
-    return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in lines)
+    depths = " ".join(map(str, stats.accepted_per_depth))
+    return (
+        f"{rate}; {stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}\n"
+        f"{stats.accepted} of {stats.drafted} drafts accepted, by depth: {depths}\n"
+        f"seconds: {', '.join(f'{phase} {spent:.2f}' for phase, spent in stats.seconds.items())}"
+    )

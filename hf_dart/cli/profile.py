@@ -15,7 +15,6 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "profile", parents=[common.pair_options()], help="measure the costs of drafting, by which trees are sized"
     )
-    common.json_option(parser)
     parser.add_argument(
         "--save", action="store_true", help="write the costs into the config.json of the head's folder (--head)"
     )
@@ -23,14 +22,13 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    common.check_file(arguments.json)
     config = Path(arguments.head or "", "config.json")
     if arguments.save and (arguments.head is None or not config.is_file()):
         raise UserError("--save writes into a head's own folder: give one with --head.")
     common.check_file(config if arguments.save else None)
     from hf_dart.bench import profiling
     from hf_dart.drafters.trained import TrainedDrafter
-    from hf_dart.hub.machine import hardware, versions
+    from hf_dart.hub.machine import hardware
     from hf_dart.view.tables import markdown
 
     pair = common.load(arguments)
@@ -40,23 +38,20 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.save and not (
         isinstance(pair.head, TrainedDrafter) and content.get("model_type") == pair.head.config.model_type
     ):
-        raise UserError("--save writes into heads of hf_dart's own format; this is another, so give --json instead.")
+        raise UserError("--save writes into heads of hf_dart's own format; give other heads a TreeConfig.")
     found = profiling.measure(pair, quiet=False)
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
     print(f"one token of stock generate: {found.token_ms:.2f} ms")
     print(f"one round without a draft: {found.plain_ms:.2f} ms; costs relative to it:")
-    sizes, costs = zip(*found.verify, strict=True)
+    sizes, costs = zip(*found.tree["verify_costs"], strict=True)
     cells = ["cost", *(f"{cost:.2f}" for cost in costs)]
-    print("\n".join(markdown(["nodes", *(f"{size:g}" for size in sizes)], [cells])))
-    print(f"a draft: {found.draft:.2f}")
-    if found.level is not None:
-        print(f"each level, in addition: {found.level:.2f}")
-    print("tree=" + json.dumps(found.settings))
-    about = {"hardware": hardware(pair.model.device), "versions": versions()}
-    times = {"token_ms": found.token_ms, "plain_ms": found.plain_ms}
-    common.write_json(arguments.json, {**about, **times, **found.settings})
+    common.show("\n".join(markdown(["nodes", *(f"{size:g}" for size in sizes)], [cells])))
+    print(f"a draft: {found.tree['draft_cost']:.2f}")
+    if "level_cost" in found.tree:
+        print(f"each level, in addition: {found.tree['level_cost']:.2f}")
+    print("tree=" + json.dumps(found.tree))
     if arguments.save:
-        content["tree"] = {**content.get("tree", {}), **found.settings}
+        content["tree"] = {**content.get("tree", {}), **found.tree}
         content["tree"].pop("nodes", None)
         new = config.with_name(f"{config.name}.new")  # so that a full disk leaves the old one
         common.write_json(new, content)

@@ -15,7 +15,7 @@ from hf_dart.errors import UserError, as_user_error
 from hf_dart.hub.loading import load_target, load_tokenizer
 
 _OF_THE_MODEL = ("attn_implementation", "quantization")  # and of what it writes
-_OF_THIS_MACHINE = ("head", "dtype", "device_map", *_OF_THE_MODEL)
+_OF_THIS_MACHINE = ("head", "chat_template", "dtype", "device_map", *_OF_THE_MODEL)
 
 
 def add(commands: Any) -> None:
@@ -32,6 +32,7 @@ def add(commands: Any) -> None:
     data.add_argument("--text-field", metavar="NAME", help="the field that holds the text (default: text)")
     data.add_argument("--messages-field", metavar="NAME", help="the field that holds conversations (default: messages)")
     data.add_argument("--streaming", action="store_true", help="read in order while writing, instead of shuffled")
+    data.add_argument("--cache-dir", metavar="FOLDER", help="cache folder of the datasets library")
     data.add_argument("--chat-template", metavar="FILE", help="chat template to use instead of the tokenizer's")
     data.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="passed to the chat template")
 
@@ -69,8 +70,6 @@ def _run(arguments: argparse.Namespace) -> int:
     began = monotonic()
     if arguments.server and (own := common.given(arguments, _OF_THIS_MACHINE)):
         raise UserError(f"A server writes on its own; leave out --{next(iter(own)).replace('_', '-')}.")
-    if arguments.server and arguments.chat_template:
-        raise UserError("A server has its own chat template; start it with this one, and leave --chat-template out.")
     if arguments.model and not arguments.server:
         raise UserError("--model is the target's name on a server; give --server, or --target instead.")
     common.check_folder(arguments.output)
@@ -87,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
         datasets_library().disable_progress_bars()
         shape = common.given(arguments, ("length", "new_tokens", "batch_size", "seed"))
         settings = RegenerateSettings(prefix=tuple(arguments.prefix), mixture=_mixture(arguments), **shape)
-        fields = common.given(arguments, ("text_field", "messages_field", "streaming", "chat_template"))
+        fields = common.given(arguments, ("text_field", "messages_field", "streaming", "cache_dir", "chat_template"))
         thinking = arguments.thinking
         data = DataArguments(train_data=arguments.data, enable_thinking=thinking, train_on="all", **fields)
         sources = open_sources(data, tokenizer, arguments.seed)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_dart.bench.pair import Pair
 from hf_dart.cli import common
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import UserError, as_user_error
 
 
 def add(commands: Any) -> None:
@@ -49,7 +49,8 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
     # First, as later imports fail with unclear errors without these packages.
     if not is_serve_available():
         raise UserError("A server needs more packages; install hf-dart[serve].")
-    try:
+    about = "This transformers has no server to build on; install hf-dart[serve]"
+    with as_user_error(ImportError, about=about):
         from transformers.cli.serving.chat_completion import ChatCompletionHandler
         from transformers.cli.serving.completion import CompletionHandler
         from transformers.cli.serving.model_manager import ModelManager, TimedModel
@@ -58,10 +59,6 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
         from transformers.cli.serving.systemone import SystemOneHandler
         from transformers.cli.serving.transcription import TranscriptionHandler
         from transformers.cli.serving.utils import GenerationState
-    except ImportError as error:
-        raise UserError(
-            f"This transformers has no server to build on ({sentence(error)}); install hf-dart[serve]."
-        ) from error
     from hf_dart.decoding.api import attach
 
     class OneModel(ModelManager):

@@ -13,32 +13,24 @@ from typing import Any
 from hf_dart.view.statistics import summary
 
 _STYLE = """
-:root { color-scheme: light dark; --ink: #222; --paper: #fff; --soft: #666; --edge: #ddd; --root: #bbb; --left: #eee;
-  --draft: #9fe2c6; --bonus: #a9d3f2 }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #ddd; --paper: #1b1b1b; --soft: #999; --edge: #444; --root: #666; --left: #3a3a3a;
-    --draft: #1d6b50; --bonus: #1f5a86 }
-}
-body { font: 15px/1.5 sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em; color: var(--ink);
-  background: var(--paper) }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--edge); padding: .8em; tab-size: 4 }
+:root { color-scheme: light dark }
+body { font: 15px/1.5 sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #8886; padding: .8em; tab-size: 4 }
 td { padding-right: 1.5em }
 caption { font-weight: bold; padding-top: .8em }
 a { color: inherit; text-decoration: none }
-.prompt { color: var(--soft) }
-.root { background: var(--root) }
-.left { background: var(--left) }
-.draft { background: var(--draft) }
-.bonus { background: var(--bonus) }
-details { margin: .3em 0 }
-summary { cursor: pointer }
+.prompt { opacity: .7 }
+.root { background: #8888 }
+.left { background: #8883 }
+.draft { background: #009e7360 }
+.bonus { background: #0072b260 }
 .wide { overflow-x: auto; scroll-margin-top: 3em }
-.wide:target { outline: 2px solid var(--soft) }
+.wide:target { outline: 2px solid #888 }
 .node { display: flex; align-items: flex-start; font-size: 80% }
 .node .node { font-size: 100% }
 .node > span { flex: none; width: 9em; margin: 0 1em .4em 0; padding: 0 .3em; white-space: nowrap; overflow: hidden;
   text-overflow: ellipsis }
-.node > div { border-left: 1px solid var(--edge); padding-left: 1em }
+.node > div { border-left: 1px solid #8886; padding-left: 1em }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 

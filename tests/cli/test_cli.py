@@ -22,7 +22,7 @@ from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
-MEASURE = [["bench"], ["audit"], ["profile"]]
+MEASURE = [["bench"], ["audit"]]
 TARGET, HEAD = str(PACKAGED_TARGET), str(PACKAGED_HEAD)
 
 
