@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -104,9 +103,7 @@ def _run(arguments: argparse.Namespace) -> int:
         ):
             written += len(records)
             seconds = monotonic() - began
-            print(
-                f"process {rank}: batch {batch}; now {written} rows, {written / seconds:.2f} a second", file=sys.stderr
-            )
+            common.say(f"process {rank}: batch {batch}; now {written} rows, {written / seconds:.2f} a second")
             if arguments.minutes is not None and seconds > 60 * arguments.minutes:
                 break
     return 0

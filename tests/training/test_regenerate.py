@@ -358,7 +358,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([*way, "--attn-implementation", "eager"], "attn_implementation differs"),
         (["--server", "http://127.0.0.1:1", "--head", "x"], "leave out --head"),
         (["--server", "http://127.0.0.1:1", "--quantization", '{"load_in_4bit": true}'], "leave out --quantization"),
-        (["--server", "http://127.0.0.1:1", "--chat-template", "x"], "leave --chat-template out"),
+        (["--server", "http://127.0.0.1:1", "--chat-template", "x"], "leave out --chat-template"),
         (["--model", "x"], "give --server"),
         (["--target", "./missing"], "There is no folder './missing'"),
         (["--text-field", "body"], "has no field 'body', only 'text'"),
