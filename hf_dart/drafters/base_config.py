@@ -11,8 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import annotated, check_fields, check_types, refuse_unknown
-from hf_dart.hub.custom_code import write_custom_generate
 from hf_dart.hub.download import cached_commit
+from hf_dart.hub.publish import custom_generate_files, write_files
 from hf_dart.models.features import default_feature_layers, layer_count, lm_head_of
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
@@ -118,6 +118,14 @@ class DrafterConfig(PreTrainedConfig):
         return len(self.feature_layers) * self.feature_size
 
     @property
+    def options(self) -> dict[str, Any]:
+        """Fields of this kind of drafter alone that differ from their defaults, without lists and tables."""
+        plain = type(self)()
+        own = {one.name for one in dataclasses.fields(self)} - {one.name for one in dataclasses.fields(DrafterConfig)}
+        changed = {name: getattr(self, name) for name in sorted(own) if getattr(self, name) != getattr(plain, name)}
+        return {name: value for name, value in changed.items() if isinstance(value, (int, float, str))}
+
+    @property
     def made_for(self) -> str:
         """Name of the drafter's target in messages."""
         kind = "a target" if self.target_model_type is None else f"a {self.target_model_type} target"
@@ -188,7 +196,7 @@ class DrafterConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write config.json and `custom_generate` to a folder, as every kind of drafter does when saved."""
         super().save_pretrained(save_directory, **kwargs)
-        write_custom_generate(Path(save_directory))
+        write_files(Path(save_directory), custom_generate_files())
 
 
 def told_of(target: PreTrainedModel) -> dict[str, Any]:

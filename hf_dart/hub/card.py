@@ -15,7 +15,7 @@ from huggingface_hub import EvalResultEntry, ModelCard
 
 from hf_dart.errors import INSTALLED_FROM
 from hf_dart.hub.facts import HeadFacts
-from hf_dart.view.tables import OURS, UNREADABLE, Verdict, as_table, labels
+from hf_dart.view.tables import OURS, UNREADABLE, Verdict, as_table, labels, markdown
 
 BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"
 END = "<!-- hf-dart: end -->"
@@ -127,7 +127,7 @@ def _fields(facts: HeadFacts) -> dict[str, Any]:
     config, texts = facts.config, facts.texts
     named = f"[{facts.base_model}]({_HOME}{facts.base_model})" if facts.base_model else f"`{facts.target}`"
     revision = f" at revision `{config.target_revision}`" if config.target_revision else ""
-    same_shape = "widths, layers or vocabulary" if facts.borrows or config.feature_layers else "vocabulary"
+    borrows = config.borrows_vocabulary or config.feature_layers
     fields = {
         "introduced": texts.introduced,
         "made_for": f" for {named}{revision}" if facts.target else "",
@@ -135,7 +135,7 @@ def _fields(facts: HeadFacts) -> dict[str, Any]:
         "rows": _rows(_about(facts)),
         "bench_same": "",
         "target": facts.target or "its target",
-        "other": same_shape,
+        "other": "widths, layers or vocabulary" if borrows else "vocabulary",
         "source": texts.source,
     }
     if facts.repository is not None and facts.base_model is not None:
@@ -149,7 +149,7 @@ def _fields(facts: HeadFacts) -> dict[str, Any]:
         recipe = facts.training.get("recipe", {})
         shown = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
         shown = f"\n\nBy `hf-dart train` with these options:\n\n```yaml\n{shown}\n```" if recipe else ""
-        fields |= {"training_rows": _rows(_training(facts.training, recipe, facts.datasets)), "recipe": shown}
+        fields |= {"training_rows": _rows(_training(facts.training)), "recipe": shown}
     return fields
 
 
@@ -161,15 +161,33 @@ def _rows(cells: dict[str, str]) -> str:
 def _about(facts: HeadFacts) -> dict[str, str]:
     config = facts.config
     thinking = {None: "", True: ", thinking on", False: ", thinking off"}[config.enable_thinking]
-    lent = "embeddings and LM head are the target's" if facts.borrows else "the table of its tokens included"
+    lent = "embeddings and LM head are the target's" if config.borrows_vocabulary else "its tokens' table included"
+    layers = f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}"
     return {
-        **facts.texts.rows(config),
+        "widths": f"hidden {config.hidden_size}, {config.num_attention_heads} query and {config.num_key_value_heads} "
+        f"key-value heads of {config.head_dim}, MLP {config.intermediate_size}",
+        "reads": layers if config.feature_layers else "",
+        "drafts": f"{config.draft_length} tokens",
+        "options": _said(config.options),
         "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; {lent}",
         "tokenizer": f"the target's, vocabulary `{config.tokenizer_hash}`" if config.tokenizer_hash else "",
         "chat template": f"`{config.chat_template_hash}`{thinking}" if config.chat_template_hash else "",
         "published as": f"`{config.origin}`, in another format" if config.origin else "",
-        "tree": ", ".join(f"{name} {value}" for name, value in config.tree.items()),
+        "tree": _said(config.tree),
     }
+
+
+def _training(record: dict[str, Any]) -> dict[str, str]:
+    """Return a row for each field of a training record but the recipe."""
+    told = {name: value for name, value in record.items() if name != "recipe" and value not in (None, False)}
+    return {name.replace("_", " "): _said(value) for name, value in told.items()}
+
+
+def _said(value: Any) -> str:
+    """Return a value in words; of named fields those that are set."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_said(one)}" for name, one in value.items() if one is not None)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _by_depth(bench: dict[str, Any]) -> str:
@@ -177,20 +195,15 @@ def _by_depth(bench: dict[str, Any]) -> str:
     alone = [(one, case) for one, case in _ours(bench) if one["batch"] == 1]
     if not alone:
         return ""
-    depths = range(min(_DEPTHS, max(len(one["accepted_per_depth"]) for one, _ in alone)))
-    lines = [
-        "",
-        "",
-        "Share of the rounds at batch 1 in which at least so many drafted tokens were accepted:",
-        "",
-        f"| mode | {' | '.join(str(depth + 1) for depth in depths)} |",
-        "|---" * (len(depths) + 1) + "|",
-    ]
+    depths = min(_DEPTHS, max(len(one["accepted_per_depth"]) for one, _ in alone))
+    rows = []
     for one, case in alone:
-        accepted = [*one["accepted_per_depth"], *[0] * _DEPTHS]
-        shares = " | ".join(f"{accepted[depth] / one['rounds']:.0%}" for depth in depths)
-        lines.append(f"| {', '.join(filter(None, [one['mode'], case]))} | {shares} |")
-    return "\n".join(lines)
+        accepted = [*one["accepted_per_depth"], *[0] * depths][:depths]
+        mode = ", ".join(filter(None, [one["mode"], case]))
+        rows.append([mode, *(f"{times / one['rounds']:.0%}" for times in accepted)])
+    table = markdown(["mode", *(str(depth + 1) for depth in range(depths))], rows)
+    said = "Share of the rounds at batch 1 in which at least so many drafted tokens were accepted:"
+    return "\n".join(["", "", said, "", *table])
 
 
 def _same(bench: dict[str, Any]) -> str:
@@ -204,41 +217,6 @@ def _same(bench: dict[str, Any]) -> str:
     ]
     found = "; ".join(["", *filter(None, apart)])
     return f" In the runs above, in {bench['dtype']}, {same} of {verdict.rows} rows were the same{found}."
-
-
-def _training(record: dict[str, Any], recipe: dict[str, Any], datasets: tuple[str, ...]) -> dict[str, str]:
-    processes = "{processes} x " if record.get("processes", 1) > 1 else ""
-    amount = ("{steps} steps", "{rows_per_step} rows a step", "{anchors_per_row} blocks a row", "{tokens:,} tokens")
-    optimizer = ("{optimizer}", "learning rate {learning_rate:g}", "{schedule} schedule", "seed {seed}")
-    taus = ("greedy τ {eval_tau:.2f}", "sampled τ {eval_tau_sampled:.2f}", "decoded τ {eval_tau_decoded:.2f}")
-    return {
-        "data": ", ".join(recipe.get("train_data", datasets)),
-        "loss": _say(record, "`{loss}`") + _objective(record.get("objective")),
-        "blocks": _say(record, "{revealed_share:.0%} with tokens revealed")
-        + _say(record, "; {text_weight:g} x cross-entropy of the text's next tokens"),
-        "trained": "the bigram selector, the rest frozen" if record.get("selector_only") else "",
-        "amount": _say(record, *amount),
-        "optimizer": _say(record, *optimizer),
-        "numbers": _say(record, "weights {weights_dtype}", "target {target_dtype}", "{precision} autocast"),
-        "hardware": _say(record, processes + "{hardware}"),
-        "versions": ", ".join(f"{name} {number}" for name, number in record.get("versions", {}).items()),
-        "held-out rows": _say(record.get("evaluation", {}), *taus),
-    }
-
-
-def _say(known: dict[str, Any], *templates: str) -> str:
-    """Fill in the templates whose fields are all known."""
-    said = []
-    for template in templates:
-        with suppress(KeyError):
-            said.append(template.format_map(known))
-    return ", ".join(said)
-
-
-def _objective(objective: dict[str, Any] | None) -> str:
-    """Return the fields of `hf_dart.training.objective.objective.Objective` that are set."""
-    told = ", ".join(f"{name} {value}" for name, value in (objective or {}).items() if value)
-    return f": {told}" if told else ""
 
 
 def _ours(bench: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -60,8 +60,7 @@ def read_tensors(
     """Return the tensors of a checkpoint, on the CPU and in the dtype they were saved in.
 
     Args:
-        files: of safetensors, or a pickle of tensors; no two hold the same one.
-        path: of the checkpoint, for messages.
+        files, path: as for `headers`.
         shapes: name and shape of every tensor that there has to be; a dimension of -1 is any size.
         optional: names out of `shapes` that may be missing.
         ignored: names of others that may be there, and are not read.
@@ -71,58 +70,60 @@ def read_tensors(
         ValueError: a tensor is missing, unknown, or of another shape or kind, or a file is damaged.
     """
     dtypes = dtypes or {}
-    with ExitStack() as stack:
-        found = {name: tensor for name, tensor in _headers(files, path, stack).items() if name not in ignored}
-        if strange := found.keys() - shapes.keys():
-            raise ValueError(
-                f"The weights in {path} hold {min(strange)}, which a checkpoint of this kind does not have; give one "
-                "whose config.json and weights belong together."
-            )
-        if missing := shapes.keys() - found.keys() - set(optional):
-            raise ValueError(
-                f"The weights in {path} lack {min(missing)}; fetch them again, together with their config.json."
-            )
-        for name, tensor in found.items():
-            _check(path, name, tensor, shapes[name], dtypes.get(name))
-        try:
-            return {name: tensor.read() for name, tensor in found.items()}
-        except (SafetensorError, OSError, RuntimeError) as error:
-            raise _damaged(path, error) from error
+    found = {name: tensor for name, tensor in headers(files, path).items() if name not in ignored}
+    if strange := found.keys() - shapes.keys():
+        raise ValueError(
+            f"The weights in {path} hold {min(strange)}, which a checkpoint of this kind does not have; give one "
+            "whose config.json and weights belong together."
+        )
+    if missing := shapes.keys() - found.keys() - set(optional):
+        raise ValueError(
+            f"The weights in {path} lack {min(missing)}; fetch them again, together with their config.json."
+        )
+    for name, tensor in found.items():
+        _check(path, name, tensor, shapes[name], dtypes.get(name))
+    try:
+        return {name: tensor.read() for name, tensor in found.items()}
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise _damaged(path, error) from error
 
 
 def weight_shapes(files: Iterable[str | Path], path: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of all tensors of a checkpoint, from the headers of its files.
+    """Return name and shape of all tensors of a checkpoint; arguments and errors as of `headers`."""
+    return {name: tensor.shape for name, tensor in headers(files, path).items()}
+
+
+def headers(files: Iterable[str | Path], path: str) -> dict[str, StoredTensor]:
+    """Return the tensors of a checkpoint by name, from the headers of its files.
 
     Args:
         files: of safetensors, or a pickle of tensors.
         path: of the checkpoint, for messages.
 
     Raises:
-        ValueError: a file is damaged.
+        ValueError: a file is damaged, or two hold the same tensor.
     """
-    with ExitStack() as stack:
-        return {name: tensor.shape for name, tensor in _headers(files, path, stack).items()}
-
-
-def _headers(files: Iterable[str | Path], path: str, stack: ExitStack) -> dict[str, StoredTensor]:
-    """Return the tensors of all files, which `stack` closes."""
     found: dict[str, StoredTensor] = {}
     for file in files:
-        here = _pickled(Path(file), path) if str(file).endswith(".bin") else _in_safetensors(file, path, stack)
+        here = _pickled(Path(file), path) if str(file).endswith(".bin") else _in_safetensors(file, path)
         if twice := found.keys() & here.keys():
             raise ValueError(f"The weights in {path} hold {min(twice)} twice; fetch them again.")
         found |= here
     return found
 
 
-def _in_safetensors(file: str | Path, path: str, stack: ExitStack) -> dict[str, StoredTensor]:
+def _in_safetensors(file: str | Path, path: str) -> dict[str, StoredTensor]:
+    def read(name: str) -> Tensor:
+        with safe_open(file, framework="pt") as again:
+            return again.get_tensor(name)
+
     try:
-        opened = stack.enter_context(safe_open(file, framework="pt"))
-        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        return {
-            name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(part.__getitem__, ...))
-            for name, part in slices.items()
-        }
+        with safe_open(file, framework="pt") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(read, name))
+                for name, part in slices.items()
+            }
     except (SafetensorError, OSError) as error:
         raise _damaged(path, error) from error
 
@@ -186,10 +187,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return the fields of a JSON file of another project.
 
     Raises:
-        ValueError: it is too large, or not one JSON object with every name once.
+        ValueError: it is missing or too large, or not one JSON object with every name once.
     """
-    if file.stat().st_size > _LARGEST_JSON:
-        raise ValueError(f"{file.name} has {file.stat().st_size} bytes; give the file that belongs to the weights.")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
@@ -201,11 +200,13 @@ def read_json(file: Path) -> dict[str, Any]:
         raise ValueError(f"it holds {constant}")
 
     try:
+        if file.stat().st_size > _LARGEST_JSON:
+            raise ValueError(f"it has {file.stat().st_size} bytes")
         content = json.loads(file.read_bytes(), object_pairs_hook=once, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} in {file.parent} cannot be read as JSON ({error}); fetch it again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file.name} in {file.parent} is no JSON object; fetch it again.")
+        if not isinstance(content, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON ({sentence(error)}); give a whole one.") from error
     return content
 
 

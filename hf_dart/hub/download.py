@@ -39,16 +39,13 @@ def refuse_fields(path: str, content: dict[str, Any], config_class: Any) -> None
     Raises:
         ValueError: the message names the field.
     """
-    own = {name for kind in config_class.__mro__ if kind.__module__.startswith("hf_dart.") for name in _fields(kind)}
+    ours = (kind for kind in config_class.__mro__ if kind.__module__.startswith("hf_dart."))
+    own = {name for kind in ours for name in vars(kind).get("__annotations__", ())}
     if unknown := sorted(content.keys() - own - _NOTES - set(config_class.former_fields)):
         raise ValueError(
             f"The config.json in {path} has the field {unknown[0]!r:.100}, which no drafter of this version of hf_dart "
             "has; take it out, or use a newer version."
         )
-
-
-def _fields(kind: type) -> set[str]:
-    return set(vars(kind).get("__annotations__", ()))
 
 
 def optional_file(path: str, name: str, **where: Any) -> Path | None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig
 
+from hf_dart.hub.checkpoint import headers, read_json
 from hf_dart.hub.download import ADAPTER_CONFIG
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind, kind_of
 
@@ -90,14 +89,14 @@ class HeadFacts:
             ValueError: a file is missing, damaged, or tells of another head; the message names it.
         """
         folder = Path(folder)
-        config = read_config(folder)
+        config = _read_config(folder)
         parameters, size, dtype = _weights(folder)
         training_file = Path(training) if training is not None else folder / TRAINING_RECORD
         told = training is not None or training_file.is_file()
-        record = _json(training_file, "the trainer", "steps") if told else None
+        record = _record(training_file, "the trainer", "steps") if told else None
         if record is not None and isinstance(record.get("recipe"), dict):
             record = {**record, "recipe": publishable(record["recipe"])}
-        report = None if bench is None else _json(Path(bench), "hf-dart bench --json", *_BENCH)
+        report = None if bench is None else _record(Path(bench), "hf-dart bench --json", *_BENCH)
         # Layers copied from the target and the head of an adapter are counted there and not stored here.
         whole = config.stores_all_weights and not (folder / ADAPTER_CONFIG).is_file()
         if report is not None and whole and report["head_parameters"] != parameters:
@@ -131,24 +130,14 @@ class HeadFacts:
         return self.kind.texts
 
     @property
-    def borrows(self) -> bool:
-        """True if the drafter reads and writes tokens through the target's embeddings and LM head."""
-        return self.config.borrows_vocabulary
-
-    @property
     def target(self) -> str | None:
         """The target's name, on the Hub or not."""
         return self.base_model or self.config.target_name
 
 
-def read_config(folder: Path) -> PreTrainedConfig:
-    """Read the config of the drafter in `folder`.
-
-    Raises:
-        ValueError: there is none.
-    """
+def _read_config(folder: Path) -> PreTrainedConfig:
     file = folder / "config.json"
-    kind = kind_of(_json(file, "save_pretrained").get("model_type")) if file.is_file() else None
+    kind = kind_of(read_json(file).get("model_type")) if file.is_file() else None
     if kind is None or kind.config_class is None:
         called = " or ".join(sorted(one.called for one in KINDS.values() if one.config_class is not None))
         raise ValueError(f"{folder} holds no config.json of {called}; give what save_pretrained wrote.")
@@ -166,27 +155,16 @@ def _weights(folder: Path) -> tuple[int, int, str]:
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no weights (*.safetensors); give what save_pretrained wrote.")
-    parameters, dtypes = 0, set()
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118 (not a mapping)
-                    tensor = weights.get_slice(name)
-                    if tensor.get_dtype() not in _DTYPES:
-                        continue  # ids of the draft vocabulary are no parameters
-                    dtypes.add(_DTYPES[tensor.get_dtype()])
-                    parameters += prod(tensor.get_shape())
-        except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or damaged ({error}); save the head again.") from error
+    stored = headers(files, str(folder)).values()
+    floats = [tensor for tensor in stored if tensor.dtype in _DTYPES]  # ids of the draft vocabulary are no parameters
+    dtypes = {_DTYPES[tensor.dtype] for tensor in floats}
+    parameters = sum(prod(tensor.shape) for tensor in floats)
     return parameters, sum(file.stat().st_size for file in files), " and ".join(sorted(dtypes))
 
 
-def _json(file: Path, wrote: str, *keys: str) -> dict[str, Any]:
+def _record(file: Path, wrote: str, *keys: str) -> dict[str, Any]:
     """Read the object in `file`, which `wrote` wrote and which has these keys."""
-    try:
-        content = json.loads(file.read_text(encoding="utf8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"Cannot read {file} ({error}); give the file that {wrote} wrote.") from error
-    if not isinstance(content, dict) or not content.keys() >= set(keys):
+    content = read_json(file)
+    if not content.keys() >= set(keys):
         raise ValueError(f"{file} is not what {wrote} writes; give that file.")
     return content

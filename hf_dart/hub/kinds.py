@@ -9,7 +9,6 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 Names = Callable[[], Collection[str]]
-Rows = dict[str, str]  # of the card's table; empty ones are left out
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class CardTexts:
         short: what it is called in code, and where nothing else is meant.
         tag: of the card's front matter.
         introduced: as `called`, with a link to the paper.
-        rows: what its config says, in words.
         source: the paper in BibTeX.
     """
 
@@ -29,7 +27,6 @@ class CardTexts:
     short: str
     tag: str
     introduced: str
-    rows: Callable[[Any], Rows]
     source: str
 
 
@@ -85,30 +82,3 @@ def kind_of(model_type: Any) -> Kind | None:
     """Return the kind of drafter whose config has that `model_type`; None if there is none."""
     known = {kind.config_class.model_type: kind for kind in KINDS.values() if kind.config_class is not None}
     return known.get(model_type)
-
-
-def describe_layers(config: PreTrainedConfig, number: int) -> str:
-    """Return the decoder layers of a drafter and their widths, in words."""
-    layers = "one decoder layer" if number == 1 else f"{number} decoder layers"
-    return (
-        f"{layers}: hidden {config.hidden_size}, {config.num_attention_heads} query and "
-        f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}"
-    )
-
-
-def describe_features(config: PreTrainedConfig) -> str:
-    """Return the layers of the target that a drafter reads, in words."""
-    return f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}"
-
-
-def bibtex(key: str, title: str, year: int, number: str) -> str:
-    """Return an entry of arXiv in BibTeX."""
-    return f"""```bibtex
-@misc{{{key},
-  title = {{{title}}},
-  year = {{{year}}},
-  eprint = {{{number}}},
-  archivePrefix = {{arXiv}},
-  url = {{https://arxiv.org/abs/{number}}}
-}}
-```"""

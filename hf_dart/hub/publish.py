@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_dart.errors import sentence
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
-from hf_dart.hub.custom_code import custom_generate_files
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.failures import hub_errors
@@ -37,7 +37,14 @@ _OURS = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\.eval_results/hf_dart\.yaml"
 )
 """Files of a drafter's repository that belong to the weights they were pushed with."""
+_CUSTOM_GENERATE = Path(__file__).parent / "custom_generate"
 _LOGGER = logging.getLogger(__name__)
+
+
+def custom_generate_files() -> dict[str, bytes]:
+    """Return the files that `generate(..., custom_generate=FOLDER)` runs, by their paths in a drafter's folder."""
+    files = sorted(file for file in _CUSTOM_GENERATE.iterdir() if file.is_file())
+    return {f"{_CUSTOM_GENERATE.name}/{file.name}": file.read_bytes() for file in files}
 
 
 def push_folder(
@@ -118,8 +125,13 @@ def write_folder(folder: str | Path, destination: str | Path, repository: str, *
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise ValueError(f"{str(destination)!r} is there already; give an empty folder, or a name that is free.")
     facts = _facts(folder, repository, **known)
-    for name, content in repository_files(folder, facts, None).items():
-        file = destination / name
+    write_files(destination, repository_files(folder, facts, None))
+
+
+def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Write files, given by their paths in a folder, as bytes or copies of others."""
+    for name, content in files.items():
+        file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
 

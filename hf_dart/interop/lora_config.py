@@ -6,7 +6,6 @@ PEFT's own configs ask for more: modules to import, packages, patterns to run, m
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 from peft import LoraConfig
@@ -15,60 +14,43 @@ from transformers import PreTrainedModel
 
 from hf_dart.hub.download import ADAPTER_CONFIG
 
-# Fields that say nothing about the weights.
+# Fields that say nothing about the weights; others are taken if they hold numbers and names, text, or one of a few
+# values, and else only what PEFT writes by default.
 _BOOKS = {"peft_type", "peft_version", "auto_mapping", "task_type", "inference_mode"}
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[\w.]{1,200}", value) is not None
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**31
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or isinstance(value, str)
-
-
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
+_PLAIN = {"r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias", "modules_to_save",
+          "rank_pattern", "alpha_pattern"}  # fmt: skip
+_TEXT = {"base_model_name_or_path", "revision", "target_modules"}  # a pattern is not run
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", "all", "lora_only"),
+    # Other values change the weights under the adapter, or need packages.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal"),
+}
 
 
 def _are_names(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_is_name, value)))
+    return isinstance(value, list) and all(isinstance(one, str) and re.fullmatch(r"[\w.]{1,200}", one) for one in value)
 
 
-def _are_numbers_by_name(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return value is None
-    return all(map(_is_name, value)) and all(map(_is_number, value.values()))
+def _is_plain(value: Any, usual: Any) -> bool:
+    """Return True for numbers and names, as where PEFT has `usual` by default."""
+    if isinstance(usual, bool):
+        return isinstance(value, bool)
+    if isinstance(usual, (int, float)):
+        return type(value) in (int, float) and 0 <= value < 2**31
+    if isinstance(value, dict):
+        return isinstance(usual, dict) and _are_names([*value]) and all(_is_plain(one, 0) for one in value.values())
+    return value is None or (usual is None and _are_names(value))
 
 
-_PLAIN: dict[str, Callable[[Any], bool]] = {
-    "peft_type": lambda value: value == "LORA",
-    "peft_version": _is_text,
-    "auto_mapping": lambda value: True,
-    "task_type": _is_text,
-    "inference_mode": _is_flag,
-    "base_model_name_or_path": _is_text,
-    "revision": _is_text,
-    "r": lambda value: type(value) is int and 0 < value < 2**31,
-    "lora_alpha": _is_number,
-    "lora_dropout": _is_number,
-    "bias": lambda value: value in ("none", "all", "lora_only"),
-    "fan_in_fan_out": _is_flag,
-    "use_rslora": _is_flag,
-    "use_dora": _is_flag,
-    "lora_bias": _is_flag,
-    # Other values change the weights under the adapter, or need packages.
-    "init_lora_weights": lambda value: _is_flag(value) or value in ("gaussian", "orthogonal"),
-    "target_modules": lambda value: isinstance(value, str) or (value is not None and _are_names(value)),
-    "modules_to_save": _are_names,
-    "rank_pattern": _are_numbers_by_name,
-    "alpha_pattern": _are_numbers_by_name,
-}
-"""Fields of an adapter that are taken from a file, and what they may hold; others only what PEFT writes by default."""
+def _is_taken(name: str, value: Any, usual: Any) -> bool:
+    if name in _CHOICES:
+        return any(type(value) is type(one) and value == one for one in _CHOICES[name])
+    if name in _PLAIN:
+        return _is_plain(value, usual)
+    if name in _TEXT:
+        return value is None or isinstance(value, str) or (name == "target_modules" and _are_names(value))
+    return name in _BOOKS or value in (None, False, usual)
 
 
 def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: dict[str, Tensor]) -> LoraConfig:
@@ -79,8 +61,7 @@ def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: di
     """
     usual = LoraConfig().to_dict()
     for name, value in content.items():
-        allowed = _PLAIN.get(name, lambda value, name=name: value in (None, False, usual.get(name)))
-        if not allowed(value):
+        if not _is_taken(name, value, usual.get(name)):
             raise ValueError(
                 f"The {ADAPTER_CONFIG} in {path} says {name}: {value!r:.80}, which hf_dart does not load; give an "
                 "adapter of plain LoRA."
@@ -101,7 +82,8 @@ def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: di
             f"The adapter in {path} does not fit this head, or the r of its {ADAPTER_CONFIG} (first difference: "
             f"{min(wrong, default='no module')}); load it on the head that it was trained for."
         )
-    known = {name: value for name, value in content.items() if name in _PLAIN.keys() - _BOOKS and value is not None}
+    taken = (_PLAIN | _TEXT | _CHOICES.keys()) - _BOOKS
+    known = {name: value for name, value in content.items() if name in taken and value is not None}
     try:
         return LoraConfig(**{**known, "target_modules": sorted(targets) if isinstance(named, str) else named})
     except (TypeError, KeyError, ValueError) as error:

@@ -46,7 +46,7 @@ class ToyTrainer(DrafterTrainer):
 
 
 @register("toy", config=ToyConfig, trainer="toy_drafter:ToyTrainer",
-          card=CardTexts("a toy", "toy", "toy", "A toy", lambda config: {"drafts": "the token before"}, "None."))
+          card=CardTexts("a toy", "toy", "toy", "A toy", "None."))
 class ToyDrafter(TrainedDrafter):
     described_as = "toy"
 
@@ -105,7 +105,7 @@ def test_a_toy_is_saved_loaded_and_drafts(toy: Any, tmp_path: Path) -> None:
 def test_its_card_says_what_it_registered(toy: Any, tmp_path: Path) -> None:
     toy.ToyDrafter.from_target(tiny_target("qwen3")).save_pretrained(tmp_path / "saved")
     card = render_card(HeadFacts.read(tmp_path / "saved", repository="alice/toy", base_model="bob/target"))
-    assert "| drafts | the token before |" in card
+    assert "A toy for [bob/target]" in card
     assert "from toy_drafter import ToyDrafter" in card
 
 

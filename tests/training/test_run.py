@@ -80,7 +80,7 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     assert (written["output_dir"], record["recipe"]["train_data"]) == (str(run), ["data"])
     assert "hub_token" not in written
     card = render_card(HeadFacts.read(run / "final"))
-    assert "| data | data |" in card
+    assert "\ntrain_data:\n- data\n" in card
     assert "\nlearning_rate: 0.001\n" in card
     assert "secret" not in card
 

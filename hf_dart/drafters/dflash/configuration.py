@@ -104,9 +104,9 @@ class DFlashConfig(DrafterConfig):
         return DFlashShape.read(self.published).vocab_size
 
     @property
-    def described(self) -> str:
+    def options(self) -> dict[str, Any]:
         """The kind and format of the published drafter, in words."""
-        return dflash_format(self.published) or ""
+        return {"format": dflash_format(self.published)}
 
     @classmethod
     def of(cls, published: dict[str, Any]) -> Self:
