@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from support.compare import assert_identical, run
 from support.tiny import prompts, tiny_head, tiny_target
 
-from hf_dart import DartHead, TreeConfig
+from hf_dart import TreeConfig
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
@@ -32,7 +30,7 @@ def test_an_untrained_selector_changes_no_draft() -> None:
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("size", [1, 4])
-def test_a_selector_changes_no_token(size: int, options: dict[str, object], tmp_path: Path) -> None:
+def test_a_selector_changes_no_token(size: int, options: dict[str, object]) -> None:
     target = tiny_target("qwen3")
     before = torch.get_rng_state()
     head = tiny_head(target).add_selector(4)
@@ -43,12 +41,6 @@ def test_a_selector_changes_no_token(size: int, options: dict[str, object], tmp_
     inputs = prompts([7] if size == 1 else [9, 3, 7, 12])
     for lookup in (0, 24):
         assert_identical(target, head, inputs, **options, tree_config=TreeConfig(nodes=8, lookup=lookup))
-    drafted = head.last_stats.to_dict() | {"seconds": None}
-
-    head.save_pretrained(tmp_path)
-    loaded = DartHead.from_pretrained(str(tmp_path), target=target)
-    assert_identical(target, loaded, inputs, **options, tree_config=TreeConfig(nodes=8, lookup=24))
-    assert loaded.last_stats.to_dict() | {"seconds": None} == drafted
 
 
 @torch.no_grad()

@@ -49,6 +49,16 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "mtp": MtpDrafter.from_target,
 }
 SAVED = ["dart", "eagle", "diffusion", "dflash"]
+SOME = range(3, 48, 2)
+SAVED_PARTS: dict[str, Callable[[Any], Any]] = {
+    "injected": lambda target: tiny_head(target, num_layers=2, inject_features=True),
+    "peagle": lambda target: tiny_head(target, mask_mode="peagle", mask_token_id=46),
+    "some tokens": lambda target: tiny_head(target, draft_vocabulary=SOME, selector_rank=4, editor=True),
+    "own table": lambda target: tiny_diffusion_drafter(
+        target, share_embeddings=False, hidden_size=24, unmasking="left_to_right"
+    ),
+    "features": lambda target: tiny_diffusion_drafter(target, feature_layers=[0, 2]),
+}
 OF_ANY_TARGET = [kind for kind in MAKERS if kind != "mtp"]
 IN_FAMILIES = [
     *((kind, family, attention) for kind in OF_ANY_TARGET for family in FAMILIES for attention in ("eager", "sdpa")),
@@ -149,10 +159,10 @@ def test_stocks_assisted_loop(pairs: Any, kind: str) -> None:
 # ---- files and targets -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", SAVED)
+@pytest.mark.parametrize("kind", [*SAVED, *SAVED_PARTS])
 def test_save_and_load(pairs: Any, tmp_path: Path, kind: str) -> None:
-    target = pairs(kind)[0]
-    drafter = MAKERS[kind](target)
+    target = pairs("dart")[0]
+    drafter = {**MAKERS, **SAVED_PARTS}[kind](target)
     before = torch.get_rng_state()
     drafter.save_pretrained(tmp_path)
     loaded = load_drafter(str(tmp_path), target=target)

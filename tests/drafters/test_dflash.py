@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from support.cases import MODES
 from support.compare import assert_identical, run, tally
-from support.guests import ASSISTANT, ZLAB, dflash_config, dflash_drafter, dflash_tensors, published, save
+from support.guests import ASSISTANT, ZLAB, dflash_config, dflash_drafter, dflash_tensors, published
 from support.tiny import prompts, tiny_target
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig
@@ -170,24 +170,3 @@ def test_frequencies_are_not_rounded_with_the_weights(target: Any, tmp_path: Pat
     drafter.bfloat16()
     assert drafter._frequencies.dtype == torch.float32
     assert torch.equal(drafter._frequencies, before)
-
-
-def test_shards_are_read(target: Any, tmp_path: Path) -> None:
-    import json
-
-    from safetensors.torch import save_file
-
-    config = dflash_config(target, ZLAB)
-    tensors = dflash_tensors(config)
-    save(tmp_path / "whole", config, tensors)
-    save(tmp_path / "parts", config, {})
-    (tmp_path / "parts" / "model.safetensors").unlink()
-    names = sorted(tensors)
-    shards = {"a-1.safetensors": names[:5], "a-2.safetensors": names[5:]}
-    for file, part in shards.items():
-        save_file({name: tensors[name] for name in part}, tmp_path / "parts" / file)
-    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
-    (tmp_path / "parts" / "model.safetensors.index.json").write_text(json.dumps(index))
-    whole, parts = (DFlashDrafter.from_pretrained(str(tmp_path / name)) for name in ("whole", "parts"))
-    for name, tensor in whole.state_dict().items():
-        assert torch.equal(tensor, parts.state_dict()[name])

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
 from support.compare import assert_identical
 from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
 from support.letters import letters
+from support.sentences import refused
 from support.tiny import VOCABULARY, prompts, tiny_target
 
 from hf_dart import DFlashDrafter, TreeConfig, load_drafter
@@ -26,14 +26,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 16}
 @pytest.fixture(scope="module")
 def target() -> Any:
     return tiny_target("qwen3")
-
-
-def refused(read: Callable[[], Any], words: str) -> None:
-    with pytest.raises((ValueError, OSError), match=re.escape(words)) as error:
-        read()
-    message = str(error.value)
-    assert "\n" not in message, message
-    assert message.endswith("."), message
 
 
 def load(path: Path | str, target: Any, **options: Any) -> DFlashDrafter:
@@ -183,24 +175,6 @@ def test_the_kind_is_told_by_the_config(target: Any, tmp_path: Path) -> None:
         assert isinstance(load_drafter(path, target=target), DFlashDrafter)
 
 
-@pytest.mark.matrix
-def test_the_command_line_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from hf_dart.cli import main
-    from hf_dart.hub.loading import PACKAGED_TARGET
-
-    model = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET)
-    path = dflash_checkpoint(tmp_path, model, ZLAB, dflash_config__mask_token_id=0)  # a special token
-    command = ["generate", "--target", str(PACKAGED_TARGET), "--head", path, "--temperature", "0", "--stats",
-               "--max-new-tokens", "12", "--nodes", "4", "def main("]  # fmt: skip
-    assert main(command) == 0
-    drafted = capsys.readouterr()
-    assert "drafts accepted" in drafted.err
-    assert main([*command[:-1], "--stock", command[-1]]) == 0
-    assert capsys.readouterr().out == drafted.out
-
-
 def test_weights_of_nan_change_no_token(target: Any, tmp_path: Path) -> None:
     config = dflash_config(target, ZLAB)
     tensors = dflash_tensors(config)
@@ -215,22 +189,24 @@ def test_weights_of_nan_change_no_token(target: Any, tmp_path: Path) -> None:
 def test_from_the_hub(target: Any, tmp_path: Path, hub: Hub) -> None:
     """Config and shards are fetched, and nothing else; least of all the code that lies beside them."""
     config = dflash_config(target, ZLAB)
-    path = Path(save(tmp_path / "here", config, dflash_tensors(config)))
-    index = {"weight_map": dict.fromkeys(dflash_tensors(config), "a.safetensors")}
+    tensors = dflash_tensors(config)
+    path = Path(save(tmp_path / "here", config, tensors))
+    shards = {"a.safetensors": [*tensors][:5], "b.safetensors": [*tensors][5:]}
+    index = {"weight_map": {name: shard for shard, names in shards.items() for name in names}}
     files = {
         "config.json": (path / "config.json").read_bytes(),
-        "a.safetensors": (path / "model.safetensors").read_bytes(),
+        **{shard: save_tensors({name: tensors[name] for name in names}) for shard, names in shards.items()},
         "model.safetensors.index.json": json.dumps(index).encode(),
         "dflash.py": b"raise SystemExit",
     }
-    hub.objects[sha256(files["a.safetensors"])] = files["a.safetensors"]  # large files lie elsewhere
+    hub.objects |= {sha256(files[shard]): files[shard] for shard in shards}  # large files lie elsewhere
     hub.repositories["lab/dflash"] = Repository()
     hub.repositories["lab/dflash"].commit("main", None, files, "all")
     drafter = DFlashDrafter.from_pretrained("lab/dflash", target=target)
     local = DFlashDrafter.from_pretrained(str(path), target=target)
     assert all(torch.equal(drafter.state_dict()[name], tensor) for name, tensor in local.state_dict().items())
     assert not any("dflash.py" in request for request in hub.requests)
-    for words, changes in (("model.safetensors", {"a.safetensors": None, "model.safetensors.index.json": None}),
+    for words, changes in (("model.safetensors", {**shards, "model.safetensors.index.json": None}),
                            ("config.json", {"config.json": None})):  # fmt: skip
         less = {name: content for name, content in files.items() if name not in changes}
         name = f"lab/{words}"

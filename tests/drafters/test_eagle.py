@@ -18,7 +18,7 @@ from hf_dart import EagleDrafter, TreeConfig, load_drafter
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.models.verify import features_request, gather_features
-from hf_dart.training import EagleTrainer, EagleTrainingArguments
+from hf_dart.training import EagleTrainer
 from hf_dart.training.objective.blocks import build_blocks
 
 EXACT = tally("float64, EAGLE heads")
@@ -153,19 +153,8 @@ def test_training_teaches_it_to_draft(tmp_path: Path) -> None:
     target = tiny_training.tiny_target()
     drafter = EagleDrafter.from_target(target, feature_layers=[0, 2, 3], draft_length=4)
     rows = tiny_training.token_rows(tiny_training.LENGTHS)
-    args = EagleTrainingArguments(
-        str(tmp_path / "run"),
-        max_steps=16,
-        per_device_train_batch_size=3,
-        anchors_per_row=6,
-        learning_rate=1e-2,
-        use_cpu=True,
-        report_to="none",
-        disable_tqdm=True,
-        save_strategy="no",
-        seed=5,
-    )
-    trainer = EagleTrainer(drafter, target, args, train_dataset=rows, eval_dataset=rows)
+    options = {"max_steps": 16, "per_device_train_batch_size": 3}
+    trainer = tiny_training.tiny_trainer(tmp_path / "run", drafter, target, rows, rows, EagleTrainer, **options)
     before = trainer.evaluate()
     trainer.train()
     after = trainer.evaluate()

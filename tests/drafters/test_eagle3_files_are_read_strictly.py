@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, save_eagle3, variant
+from support.sentences import refused
 from support.tiny import tiny_target
 
 from hf_dart import EagleDrafter, LanguageModelDrafter, load_drafter
@@ -25,14 +24,6 @@ FIRST = {ORIGINAL: "midlayer", MODELOPT: "layers.0", SPECULATORS: "layers.0"}
 @pytest.fixture(scope="module")
 def target() -> Any:
     return tiny_target("llama", num_hidden_layers=8)
-
-
-def refused(read: Callable[[], Any], words: str) -> None:
-    with pytest.raises((ValueError, OSError), match=re.escape(words)) as error:
-        read()
-    message = str(error.value)
-    assert "\n" not in message, message
-    assert message.endswith("."), message
 
 
 def checkpoint(folder: Path, target: Any, style: str = ORIGINAL, pickled: bool = False, **changes: Any) -> Path:

@@ -202,11 +202,6 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         letters("".join(map(chr, range(97, 97 + 40)))).save_pretrained(tmp_path / name)
     given = ["--target", str(tmp_path / "target"), "--head", str(tmp_path / "small")]
     assert main(["generate", *given, "abcabc", "--max-new-tokens", "8"]) == 0
-    text = tmp_path / "text.txt"
-    text.write_text("abcd" * 40)
-    assert main(["bench", *given, "--smoke", "--text", str(text), "--modes", "greedy"]) == 0
-    assert main(["audit", *given, "--new-tokens", "8", "abcdabc"]) == 0
-    assert main(["view", *given, "abcabc", "--max-new-tokens", "8", "--output", str(tmp_path / "page.html")]) == 0
     assert main(["convert", str(tmp_path / "small"), str(tmp_path / "out"), "--to", "dart", *given[:2]]) == 2
     assert "is a LanguageModelDrafter" in capsys.readouterr().err
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dart import LanguageModelDrafter, MtpDrafter
-from hf_dart.drafters import base, proposal
+from hf_dart.drafters import base
 from hf_dart.drafters.base import Verified
 
 PARTS = 8  # entries of one
@@ -57,11 +57,6 @@ def text(drafter: Any, counts: list[int], seed: int) -> Verified:
     return Verified(features, torch.randint(VOCABULARY, shape, generator=generator), torch.tensor(counts))
 
 
-def at_once(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (proposal, base):
-        monkeypatch.setattr(module, "AT_ONCE", entries)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("counts", [[[29], [1], [40]], [[29, 0, 13], [3, 20, 1], [40, 9, 2]]], ids=["one", "ragged"])
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -73,7 +68,7 @@ def test_drafts_are_those_of_a_text_taken_in_at_once(
     first, second, last = (text(drafter, part, seed) for seed, part in enumerate(counts))
     drafts = []
     for entries in (1000, PARTS):
-        at_once(entries, monkeypatch)
+        monkeypatch.setattr(base, "AT_ONCE", entries)
         state = drafter.begin(len(counts[0]), 10)
         drafter.read_first(state, first.next_tokens[:, :1], torch.ones(len(counts[0]), dtype=torch.long))
         drafter.extend(state, *first)
@@ -92,7 +87,7 @@ def test_nothing_grows_with_the_square_of_the_text(
     taken = text(drafter, [length], 0)
     sizes = []
     for entries in (1000, PARTS):
-        at_once(entries, monkeypatch)
+        monkeypatch.setattr(base, "AT_ONCE", entries)
         for take_in in (drafter.extend, drafter.propose):
             with Largest() as largest:
                 take_in(drafter.begin(1, length), *taken)

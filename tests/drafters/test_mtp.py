@@ -125,6 +125,22 @@ def known_to_stock(target: Any) -> Any:
     return target
 
 
+def after_layer(target: Any, layer: Any, x: Tensor) -> Tensor:
+    """Output of a layer of the target for the tokens at positions 1 to 8, [1, 8, H]."""
+    places = torch.arange(1, 9)[None]
+    mask = torch.full((8, 8), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
+    rotation = target.model.rotary_emb(x, position_ids=places)
+    return layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=places)
+
+
+def assert_drafts(drafter: MtpDrafter, states: Tensor, ids: Tensor, expected: Tensor) -> None:
+    """Check the log-probabilities after tokens 1 to 8, of which the first 3 were taken in before."""
+    state = drafter.begin(1, 4)
+    drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
+    found = drafter.log_chances(drafter._run(state, states[:, 3:], ids[:, 4:9], View.after(state, 5)))
+    assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
+
+
 @torch.no_grad()
 def test_the_modules_of_qwen3_next(folders: Any) -> None:
     """Against its rule written down: no released code runs here. What drafts is the layer that the target has."""
@@ -144,16 +160,10 @@ def test_the_modules_of_qwen3_next(folders: Any) -> None:
     x = F.linear(pairs, files["mtp.fc.weight"])
     layer = next(one for one in target.model.layers if hasattr(one, "self_attn"))
     layer.load_state_dict(module.layers[0].mtp_block.state_dict())
-    places = torch.arange(1, 9)[None]
-    mask = torch.full((8, 8), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
-    rotation = target.model.rotary_emb(x, position_ids=places)
-    x = layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=places)
+    x = after_layer(target, layer, x)
     expected = target.lm_head(norm(x, "norm")).log_softmax(-1)
     drafter = MtpDrafter(module, target)
-    state = drafter.begin(1, 4)
-    drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
-    found = drafter.log_chances(drafter._run(state, states[:, 3:], ids[:, 4:9], View.after(state, 5)))
-    assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
+    assert_drafts(drafter, states, ids, expected)
 
 
 @torch.no_grad()
@@ -175,15 +185,9 @@ def test_the_modules_of_mimo(folders: Any) -> None:
     x = F.linear(torch.cat([norm(states, "hidden_layernorm"), tokens], dim=-1), files["input_proj.weight"])
     layer = copy.deepcopy(target.model.layers[0])
     layer.load_state_dict({name: files[name] for name in layer.state_dict()})
-    places = torch.arange(1, 9)[None]
-    mask = torch.full((8, 8), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
-    rotation = target.model.rotary_emb(x, position_ids=places)
-    x = layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=places)
+    x = after_layer(target, layer, x)
     expected = target.lm_head(norm(x, "final_layernorm")).log_softmax(-1)
-    state = drafter.begin(1, 4)
-    drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
-    found = drafter.log_chances(drafter._run(state, states[:, 3:], ids[:, 4:9], View.after(state, 5)))
-    assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
+    assert_drafts(drafter, states, ids, expected)
 
 
 def test_a_head_of_speculators(folders: Any, tmp_path: Path) -> None:

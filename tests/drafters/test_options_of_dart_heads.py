@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +11,29 @@ import torch
 import torch.nn.functional as F
 from support import tiny_training
 from support.cases import MODES
-from support.compare import assert_identical, run, tally
-from support.heads import in_one_pass
+from support.compare import assert_identical, tally
+from support.heads import histories, in_one_pass
 from support.letters import letters
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from transformers import DynamicCache
 
-from hf_dart import DartCandidateGenerator, DartConfig, DartHead
-from hf_dart.decoding.api import attach
+from hf_dart import DartCandidateGenerator, DartHead
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.vocabulary import check_unused, unused_token
 from hf_dart.hub.loading import load_target
 from hf_dart.interop.vllm import write_vllm
-from hf_dart.models.stock_steps import CACHE
 from hf_dart.training.data.frequent import frequent_tokens
 from hf_dart.trees.vocabulary import spread
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SOME = [3, 4, 7, 8, 11, 15, 19, 20, 21, 22, 26, 27, 30, 31, 40, 41, 42, 46, 47]
 OPTIONS: dict[str, dict[str, Any]] = {
+    "one token, one feature": {"draft_length": 1, "feature_layers": [1]},
+    "two tokens, one key": {"draft_length": 2, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "three layers": {"num_layers": 3, "num_key_value_heads": 4, "head_dim": 4, "feature_layers": [2]},
+    "bidirectional": {"num_layers": 2, "block_attention": "bidirectional"},
+    "bidirectional, one token": {"num_layers": 2, "block_attention": "bidirectional", "draft_length": 1},
+    "bidirectional, two tokens": {"block_attention": "bidirectional", "draft_length": 2},
     "five layers": {"num_layers": 5},
     "injected": {"num_layers": 2, "inject_features": True},
     "injected, bidirectional": {"num_layers": 3, "inject_features": True, "block_attention": "bidirectional"},
@@ -62,29 +64,30 @@ def head_with(target: Any, option: str, **config: Any) -> DartHead:
 def test_drafting_is_the_training_pass(target: Any, option: str, batch: int) -> None:
     """After any history of ragged extends and proposes."""
     head = head_with(target, option)
-    generator = torch.Generator().manual_seed(1)
-    choose = random.Random(batch)
-    state = head.begin(batch, 2)
-    features = [torch.zeros(0, head.config.features_width, dtype=torch.float64) for _ in range(batch)]
-    tokens = [torch.zeros(0, dtype=torch.long) for _ in range(batch)]
-    for turn in range(9):
-        counts = [choose.choice([0, 1, 2, 5] if batch > 1 and turn else [1, 2, 5]) for _ in range(batch)]
-        shape = (batch, max(1, *counts), head.config.features_width)
-        new = torch.randn(shape, generator=generator, dtype=torch.float64)
-        behind = torch.randint(VOCABULARY, shape[:2], generator=generator)
-        for row, count in enumerate(counts):
-            features[row] = torch.cat([features[row], new[row, :count]])
-            tokens[row] = torch.cat([tokens[row], behind[row, :count]])
-            new[row, count:] = 1e6  # what stands after a row's count must not be looked at
-        if turn % 3 == 2:
-            head.extend(state, new, behind, torch.tensor(counts))
+    state = head.begin(batch, 2)  # too small: it has to grow
+    for number, (seen, features, tokens) in enumerate(histories(head.config.features_width, batch, 10)):
+        if number % 3 == 2:
+            head.extend(state, *seen)
             continue
-        depth = choose.choice([None, 1, 3])
-        proposal = head.propose(state, new, behind, torch.tensor(counts), depth)
-        for row, count in enumerate(counts):
-            if count:
+        depth = (None, 1, min(3, head.draft_length))[number // 3 % 3]
+        proposal = head.propose(state, *seen, depth)
+        assert state.lengths.tolist() == [len(row) for row in tokens]
+        for row, count in enumerate(seen.counts):
+            if count:  # a row without news keeps its older draft
                 expected = in_one_pass(head, features[row], tokens[row])[:depth]
                 torch.testing.assert_close(proposal.logits[row], expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_early_slots_of_bidirectional_heads_look_at_later_ones(target: Any) -> None:
+    """What sets it apart from a causal head of the same weights."""
+    features = torch.randn(4, 96, dtype=torch.float64)
+    tokens = torch.tensor([2, 3, 4, 5])
+    proposals = []
+    for head in (tiny_head(target, block_attention="bidirectional"), tiny_head(target)):
+        proposals.append(head.propose(head.begin(1, 8), features[None], tokens[None], torch.tensor([4])).logits[0])
+    assert torch.equal(proposals[0][0], proposals[1][0])  # the last real position sees no slot
+    assert (proposals[0][1:-1] - proposals[1][1:-1]).abs().amax(-1).min() > 1e-3
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -94,43 +97,6 @@ def test_the_output_is_stocks(target: Any, option: str, size: int) -> None:
     inputs = prompts([9, 3, 7, 13][:size])
     for mode in ("greedy", "top-p, penalty") if size == 1 else ("T=1", "several EOS"):
         assert_identical(target, head, inputs, **MODES[mode], max_new_tokens=20, into=EXACT)
-
-
-@pytest.mark.parametrize("option", ["injected, bidirectional", "peagle", "some tokens"])
-def test_a_second_turn_goes_on_with_the_draft_cache(target: Any, option: str) -> None:
-    """Its drafts are those of one call over the whole text."""
-    head = attach_and(target, head_with(target, option))
-    inputs, options = prompts([9]), {"do_sample": False, "return_dict_in_generate": True}
-    cache = DynamicCache(config=target.config)
-    first = run(target, inputs, 0, assistant=head, **{CACHE: cache}, max_new_tokens=10, **options).sequences
-    more = {"input_ids": first, "attention_mask": torch.ones_like(first)}
-    second = run(target, more, 0, assistant=head, **{CACHE: cache}, max_new_tokens=12, **options).sequences
-    continued = head.last_stats.to_dict()
-    fresh = run(target, more, 0, assistant=head, max_new_tokens=12, **options).sequences
-    assert torch.equal(second, fresh)
-    assert torch.equal(second, run(target, inputs, 0, max_new_tokens=22).sequences)
-    assert continued["rounds"] == head.last_stats.to_dict()["rounds"]
-
-
-def attach_and(target: Any, head: DartHead) -> DartHead:
-    attach(target)
-    return head
-
-
-@pytest.mark.parametrize("option", ["injected", "peagle", "some tokens, a selector"])
-def test_save_and_load(target: Any, option: str, tmp_path: Path) -> None:
-    head = head_with(target, option)
-    head.save_pretrained(tmp_path)
-    loaded = DartHead.from_pretrained(str(tmp_path), target=target)
-    assert loaded.state_dict().keys() == head.state_dict().keys()
-    for name, value in head.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[name]), name
-        assert value.dtype == loaded.state_dict()[name].dtype, name
-    runs = []
-    for each in (head, loaded):
-        assert_identical(target, each, prompts([7, 4]), do_sample=True, max_new_tokens=16)
-        runs.append(each.last_stats.to_dict() | {"seconds": None})
-    assert runs[0] == runs[1]
 
 
 # ---- training ---------------------------------------------------------------------------------------------
@@ -327,6 +293,13 @@ def test_a_pad_is_no_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"draft_length": 0}, "draft_length"),
+        ({"draft_length": 32}, "draft_length"),
+        ({"feature_layers": []}, "feature_layers"),
+        ({"feature_layers": [-1]}, "feature_layers"),
+        ({"feature_layers": [3]}, "feature_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"block_attention": "both"}, "one of causal, bidirectional"),
         ({"num_layers": 6}, "1 to 5"),
         ({"num_layers": 0}, "1 to 5"),
         ({"mask_mode": "noise"}, "one of learned, peagle"),
@@ -355,12 +328,6 @@ def test_a_damaged_draft_vocabulary_is_refused(target: Any, tmp_path: Path) -> N
     head.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="draft vocabulary"):
         DartHead.from_pretrained(str(tmp_path), target=target)
-
-
-def test_options_are_neutral_by_default() -> None:
-    config = DartConfig()
-    assert (config.num_layers, config.inject_features, config.mask_mode) == (1, False, "learned")
-    assert config.draft_vocab_size is None
 
 
 def test_the_runs_accepted_drafts() -> None:

@@ -174,20 +174,6 @@ def test_what_a_slot_sees(target: Any, block_attention: str) -> None:
             assert changed[1:].all()
 
 
-@torch.no_grad()
-def test_rows_are_independent(target: Any) -> None:
-    head = editing_head(target)
-    counts = [6, 3, 1]
-    features, tokens = texts(head, counts)
-    state, first = begun(head, features, tokens, counts)
-    draft = first.logits.argmax(-1)
-    together = head.refine(state, first, draft)
-    for row, count in enumerate(counts):
-        alone, own = begun(head, features[row : row + 1, :count], tokens[row : row + 1, :count], [count])
-        again = head.refine(alone, own, draft[row : row + 1])
-        torch.testing.assert_close(again.logits[0], together.logits[row], **CLOSE)
-
-
 def test_shorter_drafts(target: Any) -> None:
     """Causal: the first tokens of the longer draft. Bidirectional: the slots after stay masked."""
     for attention in ("causal", "bidirectional"):
@@ -321,18 +307,6 @@ def test_refusals(target: Any) -> None:
         run(model, prompts([5]), 0, assistant=replay, refine=1, **GREEDY)
     with pytest.raises(ValueError, match=r"TreeConfig.refine is -1; give 0 or more"):
         TreeConfig(refine=-1)
-
-
-def test_editor_is_kept_in_the_files(target: Any, tmp_path: Any) -> None:
-    head = editing_head(target)
-    head.save_pretrained(tmp_path)
-    again = DartHead.from_pretrained(str(tmp_path), target=target)
-    features, tokens = texts(head, [5])
-    with torch.no_grad():
-        state, first = begun(head, features, tokens, [5])
-        other, _ = begun(again, features, tokens, [5])
-        draft = first.logits.argmax(-1)
-        assert torch.equal(again.refine(other, first, draft).logits, head.refine(state, first, draft).logits)
 
 
 # ---- the Markov head --------------------------------------------------------------------------------------

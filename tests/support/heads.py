@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dart import DartHead
+from hf_dart.drafters.base import Verified
 from hf_dart.drafters.layers import take
 from hf_dart.training.objective.blocks import build_blocks
 from support.tiny import VOCABULARY
@@ -30,6 +33,25 @@ def drafts(head: DartHead) -> torch.Tensor:
     tokens = torch.randint(VOCABULARY, (1, 6), generator=generator)
     with torch.no_grad():
         return head.propose(head.begin(1, 8), features, tokens, torch.tensor([6])).logits[0]
+
+
+def histories(width: int, batch: int, rounds: int) -> Iterator[tuple[Verified, list[Tensor], list[Tensor]]]:
+    """Random positions that rows bring, round by round, with all features [T, F] and tokens [T] of each row so far.
+
+    One row alone brings some in every round; of several, each may bring none.
+    """
+    generator, choose = torch.Generator().manual_seed(1), random.Random(batch)
+    features: list[Tensor] = [torch.zeros(0, width, dtype=torch.float64) for _ in range(batch)]
+    tokens: list[Tensor] = [torch.zeros(0, dtype=torch.long) for _ in range(batch)]
+    for number in range(rounds):
+        counts = [choose.choice([0, 1, 2, 9] if batch > 1 and number else [1, 2, 9]) for _ in range(batch)]
+        new = torch.randn(batch, max(1, *counts), width, generator=generator, dtype=torch.float64)
+        behind = torch.randint(VOCABULARY, new.shape[:2], generator=generator)
+        for row, count in enumerate(counts):
+            features[row] = torch.cat([features[row], new[row, :count]])
+            tokens[row] = torch.cat([tokens[row], behind[row, :count]])
+            new[row, count:] = 1e6  # what stands after a row's count must not be looked at
+        yield Verified(new, behind, torch.tensor(counts)), features, tokens
 
 
 def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
