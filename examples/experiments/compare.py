@@ -3,7 +3,7 @@
     python examples/experiments/compare.py causal corpus.bin regenerated.bin runs/losses --json losses.json
 
 Trains every variant of a suite for the packaged target, from scratch or on from one head (`--start-from`), with each
-seed, and prints one table: τ of chains after held-out text, offline and exact (`DraftQuality`), with
+seed, and prints one table: τ of chains after held-out text, offline and exact (`draft_figures`), with
 standard errors over seeds. The data are those of `examples/demo_pair`: the corpus and what `hf-dart regenerate` made of
 it. What is done is kept in the output folder, the heads as well: an interrupted run goes on, and `--seeds` may be
 raised later.
@@ -154,7 +154,7 @@ class Experiment:
         return load_rows(data, self.tokenizer, draft_length)[0]
 
     def run(self, variant: Variant, seed: int, folder: Path) -> dict[str, float]:
-        """Train one head, keep it in `folder` and evaluate it; the metrics of `DraftQuality`, time and bytes."""
+        """Train one head, keep it in `folder` and evaluate it; the metrics of `draft_figures`, time and bytes."""
         arguments = self.arguments
         head = self._head(variant, seed)
         trainer = DartTrainer(

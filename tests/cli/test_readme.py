@@ -10,6 +10,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from peft import LoraConfig
 from support import tiny
@@ -25,7 +26,7 @@ from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.recipe import read_recipe
-from hf_dart.training.trainers.evaluate import DraftQuality
+from hf_dart.training.trainers.evaluate import draft_figures
 from hf_dart.trees.ngram.build import build
 
 ROOT = Path(__file__).parents[2]
@@ -250,9 +251,7 @@ def test_training_on_images(names: dict[str, Any], tmp_path: Path) -> None:
 
 def test_metrics_names_all_that_is_logged() -> None:
     page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf8")
-    quality = DraftQuality(1)
-    quality.sums.add_(1)
-    evaluated = ("loss", "tau_decoded", "tau_edited", *quality.metrics())
+    evaluated = ("loss", "tau_decoded", "tau_edited", *draft_figures(np.ones(6)))
     names = {"loss", "agreement_1", *(f"eval_{name}" for name in evaluated)}
     assert {name for name in names if f"| `{name}`" not in page} == set()
 

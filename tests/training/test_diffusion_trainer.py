@@ -73,14 +73,14 @@ def test_only_what_is_learnt_is_computed(tmp_path: Path, share: bool) -> None:
     drafter = tiny_drafter(target, share_embeddings=share)
     trainer = tiny_trainer(tmp_path, drafter, target, [], anchors_per_row=9, loss_chunk=0, revealed_share=1.0)
     batch = drawn_batch(trainer, token_rows(LENGTHS))
-    loss, hidden = trainer.summed_loss(drafter, batch)
+    loss, drafts = trainer.summed_loss(drafter, batch)
     present = batch["anchors"] >= 0
     rows, places = present.nonzero()[:, :1], target_positions(batch["anchors"][present], 4)
     labels = labels_after(batch["input_ids"], batch["documents"], rows, places)
     masked, times = batch["slots"][present] == MASK, batch["times"][present]
     assert (masked & (labels == NO_LABEL)).any()
     assert (~masked).any()
-    whole = masked_cross_entropy(drafter.logits(hidden), labels, masked, times).sum()
+    whole = masked_cross_entropy(drafter.logits(drafts.hidden), labels, masked, times).sum()
     torch.testing.assert_close(loss, whole, rtol=1e-10, atol=1e-10)
 
 

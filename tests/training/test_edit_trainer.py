@@ -15,7 +15,6 @@ from hf_dart.training import EditTrainer, EditTrainingArguments
 from hf_dart.training.objective.blocks import labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.trainers.edit import coupled_draft
-from hf_dart.training.trainers.evaluate import DraftQuality
 
 TARGET = tiny_target(torch.float64)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -150,7 +149,7 @@ def test_training(editor_only: bool, tmp_path: Path) -> None:
 
 def test_metrics_are_those_of_their_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taus = iter((1.5, 2.5))
-    monkeypatch.setattr(DraftQuality, "metrics", lambda quality: {"tau": next(taus)})
+    monkeypatch.setattr("hf_dart.training.trainers.trainer.draft_figures", lambda counts: {"tau": next(taus)})
     found = trainer_of(tmp_path, editing_head(TARGET)).evaluate()
     assert (found["eval_tau"], found["eval_tau_edited"]) == (1.5, 2.5)
 

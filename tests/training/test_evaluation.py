@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from torch import Tensor
 from hf_dart import DartHead, TreeConfig
 from hf_dart.training import DartTrainer, losses
 from hf_dart.training.objective.losses import NO_LABEL
-from hf_dart.training.trainers.evaluate import DraftQuality, first_prompts
+from hf_dart.training.trainers.evaluate import count_drafts, counts_by_row, draft_figures, first_prompts
 from hf_dart.trees.chain import best_chain
 
 ROWS = token_rows(LENGTHS * 4)
@@ -41,11 +42,8 @@ def trained(block_attention: str = "causal") -> tuple[Any, DartHead]:
     return target, head
 
 
-def quality_of(*blocks: tuple[Tensor, Tensor, Tensor]) -> DraftQuality:
-    quality = DraftQuality(4)
-    for some in blocks:
-        quality.add(DraftQuality.count(*some))
-    return quality
+def figures_of(*blocks: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
+    return draft_figures(sum(count_drafts(*some).double().sum(0) for some in blocks).numpy())
 
 
 def test_figures_of_the_targets_own_text() -> None:
@@ -56,7 +54,7 @@ def test_figures_of_the_targets_own_text() -> None:
     right = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]]).bool()
     labels = torch.where(right, best, wrong)
     target = target + 100 * F.one_hot(labels, draft.shape[-1])
-    figures = quality_of((draft[:2], target[:2], labels[:2]), (draft[2:], target[2:], labels[2:])).metrics()
+    figures = figures_of((draft[:2], target[:2], labels[:2]), (draft[2:], target[2:], labels[2:]))
     lengths = torch.tensor([2.0, 4, 0, 4, 1])
     assert figures == pytest.approx(
         {
@@ -70,10 +68,10 @@ def test_figures_of_the_targets_own_text() -> None:
             "acceptance_4": 1.0,
         }
     )
-    hopeless = quality_of((draft[2:3], target[2:3], labels[2:3])).metrics()
+    hopeless = figures_of((draft[2:3], target[2:3], labels[2:3]))
     assert hopeless["tau"] == 1
     assert hopeless.keys() == {"tau", "tau_se", "tau_sampled", "acceptance_1"}
-    assert DraftQuality(4).metrics() == {}
+    assert draft_figures(np.zeros(12)) == {}
 
 
 def test_figures_of_other_text() -> None:
@@ -88,7 +86,7 @@ def test_figures_of_other_text() -> None:
     labels = chosen.clone()
     labels[0, 1] = wrong[0, 1]
     labels[2, 3] = NO_LABEL
-    figures = quality_of((draft[:3], target[:3], labels[:3])).metrics()
+    figures = figures_of((draft[:3], target[:3], labels[:3]))
     assert [figures[f"acceptance_{k}"] for k in (1, 2, 3, 4)] == [3 / 3, 3 / 3, 1 / 2, 1 / 1]
     assert figures["tau"] == pytest.approx(1 + 1 + 1 + 1 / 2 + 1 / 2)
     assert figures["waste"] == 1 / 11
@@ -113,11 +111,10 @@ def rounds_of(target: Any, head: DartHead, tree: TreeConfig, **options: Any) -> 
 @torch.no_grad()
 def offline(trainer: DartTrainer, decoded: Tensor, *anchors: int) -> dict[str, float]:
     """The figures of the blocks at these anchors."""
-    trainer._qualities = {"": DraftQuality(trainer.drafter.draft_length)}
     documents = torch.zeros_like(decoded)
     batch = {"input_ids": decoded, "documents": documents, "anchors": torch.tensor([anchors])}
-    trainer.compute_loss(trainer.drafter, batch)
-    return trainer._qualities[""].metrics()
+    drafts = trainer.compute_loss(trainer.drafter, batch, return_outputs=True)[1]["drafts"]
+    return draft_figures(counts_by_row(trainer.drafter, drafts, 64).double().sum(0).numpy())
 
 
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
@@ -212,11 +209,11 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
     trainer, head = checkpointed_trainer(tmp_path, early_stopping_patience=2)
     assert trainer.args.metric_for_best_model == "tau"
 
-    def metrics(quality: DraftQuality) -> dict[str, float]:
+    def figures(counts: np.ndarray) -> dict[str, float]:
         weights.append({name: value.clone() for name, value in head.state_dict().items()})
         return {"tau": next(taus)}
 
-    monkeypatch.setattr(DraftQuality, "metrics", metrics)
+    monkeypatch.setattr("hf_dart.training.trainers.trainer.draft_figures", figures)
     trainer.train()
     assert trainer.state.global_step == 4
     assert trainer.state.best_metric == 2.0

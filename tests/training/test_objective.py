@@ -215,7 +215,7 @@ def test_chunks_bound_the_memory_and_change_nothing(options: dict[str, Any], tmp
         with LargestLogits(per_token, weights) as mode:
             loss, outputs = trainer.compute_loss(head, batch, return_outputs=True)
             loss.backward()
-        blocks = len(outputs["hidden"])
+        blocks = len(outputs["drafts"].hidden)
         largest.append(mode.elements)
         results.append((loss.detach(), {name: weight.grad for name, weight in head.named_parameters()}))
     per_block = head.draft_length * VOCABULARY

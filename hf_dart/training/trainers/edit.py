@@ -69,6 +69,7 @@ class EditTrainer(DartTrainer):
     """Share of the blocks that show random true tokens, as far as a time t in (0, 1) leaves them unmasked, and learn
     the others."""
 
+    passes = ("", "edited")
     drafter_arguments = (HeadArguments,)
     training_arguments = EditTrainingArguments
 
@@ -153,15 +154,18 @@ class EditTrainer(DartTrainer):
             drafted.append(token_ids(columns, vocabulary))
         return torch.cat(drafted)
 
+    def _edited(self, drafts: Drafts) -> Drafts:
+        states = drafts.inputs["edited"][drafts.inputs["anchors"] >= 0]
+        # Their first token is the first draft's, and not trained again.
+        return replace(drafts, hidden=torch.cat([states[:, :1].detach(), states[:, 1:]], dim=1))
+
+    def evaluated(self, drafts: Drafts) -> list[Drafts]:
+        return [drafts, self._edited(drafts)]
+
     def draft_loss(self, drafts: Drafts) -> Tensor:
         """Return the sum of the objective of the first drafts, and of the edit pass."""
-        inputs = drafts.inputs
+        inputs, edited = drafts.inputs, self._edited(drafts)
         present = inputs["anchors"] >= 0
-        states = inputs["edited"][present]
-        # Their first token is the first draft's, and not trained again.
-        edited = replace(drafts, hidden=torch.cat([states[:, :1].detach(), states[:, 1:]], dim=1))
-        if self.evaluates:
-            self.measure(edited, "edited")
         loss = drafts.hidden.new_zeros(()) if self.args.editor_only else super().draft_loss(drafts)
         times, masked = inputs["times"][present], inputs["masked"][present]
         chunk = self.args.loss_chunk * self.drafter.draft_length

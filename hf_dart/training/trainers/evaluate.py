@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,8 +25,29 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.vocabulary import spread
 
 
-class DraftQuality:
-    """Counts of draft tokens that the target would accept, each draft a chain of its likeliest tokens.
+def count_drafts(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, drafted: Tensor | None = None) -> Tensor:
+    """Count the draft tokens of each block that the target would accept, for `draft_figures`.
+
+    Args:
+        draft_logits, target_logits: [n, d, V].
+        labels: [n, d].
+        drafted: [n, d] the tokens of the chains, where each is not just the likeliest by `draft_logits`.
+
+    Returns:
+        [n, 4 + 2 d]
+    """
+    chosen = target_logits.argmax(-1)
+    right = (draft_logits.argmax(-1) if drafted is None else drafted) == chosen
+    accepted = right.cummin(-1).values  # [n, d]
+    watched = F.pad((accepted & (labels == chosen)).cummin(-1).values[:, :-1], (1, 0), value=True)
+    complete = (labels != NO_LABEL).all(-1)
+    sampled = torch.where(complete, coupled_chain(draft_logits, target_logits, labels).exp().sum(-1), 0)
+    scalars = (right.sum(-1), (right & ~accepted).sum(-1), complete, sampled)
+    return torch.cat([torch.stack(scalars, dim=-1), watched, watched & right], dim=-1)
+
+
+def draft_figures(counts: np.ndarray) -> dict[str, float]:
+    """Return the quality of drafts, each a chain of its likeliest tokens, as far as any block says something about it.
 
     Exact on rows that the target wrote itself: greedily for the greedy figures, at temperature 1 for `tau_sampled`.
     On other text a block says nothing about greedy decoding after the first token that the target would not have
@@ -33,66 +55,37 @@ class DraftQuality:
     not in `tau_sampled`.
 
     Args:
-        draft_length: d.
+        counts: [4 + 2 d] of `count_drafts`, summed over the blocks.
 
-    Attributes:
-        losses: [2] the sum of the losses of an evaluation's blocks, and their number.
-    """
-
-    def __init__(self, draft_length: int) -> None:
-        self.losses = torch.zeros(2, dtype=torch.float64)
-        self.sums = torch.zeros(4 + 2 * draft_length, dtype=torch.float64)
-
-    @staticmethod
-    def count(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, drafted: Tensor | None = None) -> Tensor:
-        """Count what each block adds to the sums: [n, d, V] twice and [n, d] to [n, 4 + 2 d].
-
-        `drafted` [n, d] are the tokens of the chains, where each is not just the likeliest by `draft_logits`.
-        """
-        chosen = target_logits.argmax(-1)
-        right = (draft_logits.argmax(-1) if drafted is None else drafted) == chosen
-        accepted = right.cummin(-1).values  # [n, d]
-        watched = F.pad((accepted & (labels == chosen)).cummin(-1).values[:, :-1], (1, 0), value=True)
-        complete = (labels != NO_LABEL).all(-1)
-        sampled = torch.where(complete, coupled_chain(draft_logits, target_logits, labels).exp().sum(-1), 0)
-        scalars = (right.sum(-1), (right & ~accepted).sum(-1), complete, sampled)
-        return torch.cat([torch.stack(scalars, dim=-1), watched, watched & right], dim=-1)
-
-    def add(self, counts: Tensor) -> None:
-        """Add the counts [..., 4 + 2 d] of some blocks."""
-        self.sums += counts.flatten(0, -2).sum(0).double().cpu()
-
-    def metrics(self) -> dict[str, float]:
-        """Return the figures so far; those that no block says anything about are left out.
-
+    Returns:
         `tau` (greedy) and `tau_sampled` (draft and target with one noise): tokens committed per target forward,
         bonus included, at the blocks' anchors. Those are spread evenly; rounds of decoding begin after misses, where
         drafts are worse. `tau_se`: standard error of `tau`, blocks taken as independent; `acceptance_k`: share of the
         k-th draft tokens that are right, of those after right ones; `waste`: share of the right draft tokens that
         come after a wrong one.
-        """
-        right, wasted, complete, sampled = self.sums[:4].tolist()
-        watched, accepted = (part.tolist() for part in self.sums[4:].chunk(2))
-        figures = {}
-        if watched[0]:
-            rates = [a / w if w else 0.0 for a, w in zip(accepted, watched, strict=True)]
-            survival = list(itertools.accumulate(rates, operator.mul))
-            variance = 0.0
-            for depth, (rate, count) in enumerate(zip(rates, watched, strict=True)):
-                if rate:  # Greenwood's formula for a sum of survivals
-                    variance += sum(survival[depth:]) ** 2 * (1 - rate) / (rate * count)
-            figures = {"tau": 1 + sum(survival), "tau_se": math.sqrt(variance)}
-            figures |= {f"acceptance_{k}": rate for k, rate in enumerate(rates, start=1) if watched[k - 1]}
-        if complete:
-            figures["tau_sampled"] = 1 + sampled / complete
-        if right:
-            figures["waste"] = wasted / right
-        return figures
+    """
+    right, wasted, complete, sampled = counts[:4].tolist()
+    watched, accepted = (part.tolist() for part in np.split(counts[4:], 2))
+    figures = {}
+    if watched[0]:
+        rates = [a / w if w else 0.0 for a, w in zip(accepted, watched, strict=True)]
+        survival = list(itertools.accumulate(rates, operator.mul))
+        variance = 0.0
+        for depth, (rate, count) in enumerate(zip(rates, watched, strict=True)):
+            if rate:  # Greenwood's formula for a sum of survivals
+                variance += sum(survival[depth:]) ** 2 * (1 - rate) / (rate * count)
+        figures = {"tau": 1 + sum(survival), "tau_se": math.sqrt(variance)}
+        figures |= {f"acceptance_{k}": rate for k, rate in enumerate(rates, start=1) if watched[k - 1]}
+    if complete:
+        figures["tau_sampled"] = 1 + sampled / complete
+    if right:
+        figures["waste"] = wasted / right
+    return figures
 
 
 @torch.no_grad()
 def counts_by_row(drafter: TrainedDrafter, drafts: Drafts, chunk_size: int) -> Tensor:
-    """Return the counts [B, 4 + 2 d] of the blocks of each row, for `DraftQuality.add`.
+    """Return the counts [B, 4 + 2 d] of the blocks of each row, for `draft_figures`.
 
     Args:
         drafter: the drafter that made them.
@@ -108,7 +101,7 @@ def counts_by_row(drafter: TrainedDrafter, drafts: Drafts, chunk_size: int) -> T
         scores, candidates = logits.log_softmax(-1).topk(min(drafter.tree_config.top_k, logits.shape[-1]))
         table = drafter.transitions(Proposal(logits, part.hidden), roots, candidates, scores)
         chains = best_chain(candidates, scores[:, :, None] if table is None else table)
-        counts.append(DraftQuality.count(logits, part.target_logits[part.goals], part.labels, chains))
+        counts.append(count_drafts(logits, part.target_logits[part.goals], part.labels, chains))
     per_block = torch.cat(counts).float()
     rows = (drafts.inputs["anchors"] >= 0).nonzero()[:, 0]
     return per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)

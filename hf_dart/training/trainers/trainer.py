@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import EvalPrediction, PreTrainedModel
 
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
@@ -34,9 +34,9 @@ from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainin
 from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
 from hf_dart.training.trainers.evaluate import (
     DecodingCallback,
-    DraftQuality,
     agreement,
     counts_by_row,
+    draft_figures,
     first_prompts,
 )
 from hf_dart.training.trainers.teacher import Teacher
@@ -77,6 +77,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     """The options of this trainer."""
     takes_images: ClassVar[bool] = False
     """True if blocks read `read_tokens`, the text with the embeddings of images in their places."""
+    passes: ClassVar[tuple[str, ...]] = ("",)
+    """The passes whose drafts an evaluation counts, the first one without a name."""
+    evaluates = False
+    """True while a batch is evaluated."""
     recipe: dict[str, Any] | None = None
     """The options of `hf-dart train`, for the record of the training."""
 
@@ -115,7 +119,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
                 kwargs[name] = pack_dataset(
                     kwargs[name], processing_class, drafter.draft_length, max_length, drafter.config
                 )
-        super().__init__(model=drafter, args=args, **kwargs)
+        super().__init__(model=drafter, args=args, compute_metrics=self._figures, **kwargs)
         self.args: Any = args
         self.drafter: AnyDrafter = drafter
         self.target, self.teacher = target, Teacher(target, drafter)
@@ -124,7 +128,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         # The loss is divided by the items of the whole step (`compute_loss`), not by micro-batch.
         self.model_accepts_loss_kwargs = True
         self._empty_steps = 0
-        self._qualities: dict[str, DraftQuality] | None = None  # while an evaluation runs, by the name of its figures
         self._agreement: Tensor | None = None  # of the step that is logged next
         if args.decode_prompts:
             if self.eval_dataset is None:
@@ -186,8 +189,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
 
     # ---- the loss -----------------------------------------------------------------------------------------
 
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of a batch's blocks, and their hidden states [N, d, H].
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Drafts]:
+        """Return the sum of the losses of a batch's blocks, and their drafts.
 
         Args:
             model, inputs: of `block_states`.
@@ -205,11 +208,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         hidden = self.block_states(model, inputs, features, target_logits)[inputs["anchors"] >= 0]
         goals, labels = goals_and_labels(inputs, self.drafter.draft_length)
         drafts = Drafts(inputs, hidden, target_logits.flatten(0, 1), goals, labels)
-        if self.evaluates:
-            self.measure(drafts)
-        elif (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0 and target_logits.shape[-1]:
+        logs = (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0
+        if logs and not self.evaluates and target_logits.shape[-1]:
             self._agreement = agreement(self.drafter, drafts, self.args.loss_chunk or 256)
-        return self.draft_loss(drafts), hidden
+        return self.draft_loss(drafts), drafts
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; training logs also say how often draft token k is the target's best one, as `agreement_k`."""
@@ -269,18 +271,18 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         Args:
             model: the drafter, as `accelerate` has wrapped it.
             inputs: with what `draw` has added.
-            return_outputs: also return a dict with the items' `hidden` states.
+            return_outputs: also return a dict with the items' `drafts`.
             num_items_in_batch: items of the whole step; None divides by those of this batch.
         """
         # accelerate casts inside the drafter's forward only; the target and its LM head are to be cast as well.
         with self.accelerator.autocast():
-            loss, hidden = self.summed_loss(model, inputs)
+            loss, drafts = self.summed_loss(model, inputs)
         if num_items_in_batch is None:
-            loss = loss / max(len(hidden), 1)
+            loss = loss / max(len(drafts.hidden), 1)
         else:
             # Gradients are averaged over processes, the denominator is that of all of them.
             loss = loss * self.accelerator.num_processes / num_items_in_batch
-        return (loss, {"hidden": hidden}) if return_outputs else loss
+        return (loss, {"drafts": drafts}) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the loss of a micro-batch, after its backward pass.
@@ -304,54 +306,45 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs = self._prepare_inputs(inputs)
-        self.draw(inputs, seeded(self.args.seed))  # the same at every evaluation
-        with torch.no_grad(), self.compute_loss_context_manager():
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        items, rows = len(outputs["hidden"]), len(inputs["input_ids"])
-        # By row, so that rows which only fill up the last batch of several processes can be left out.
+        self.evaluates = True
+        try:
+            self.draw(inputs, seeded(self.args.seed))  # the same at every evaluation
+            with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
+                loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+                drafts = self.evaluated(outputs["drafts"])
+                counts = [counts_by_row(self.drafter, one, self.args.loss_chunk) for one in drafts]
+        finally:
+            self.evaluates = False
+        items, rows = len(drafts[0].hidden), len(inputs["input_ids"])
+        # By row, so that `Trainer` can leave out rows that only fill up the last batch of several processes.
         shares = torch.stack([loss.float() * items, torch.full_like(loss, items, dtype=torch.float32)]) / rows
-        assert self._qualities is not None
-        self._qualities[""].losses += self.accelerator.gather_for_metrics(shares.expand(rows, 2)).sum(0).double().cpu()
-        return loss.detach(), None, None
+        return None, torch.cat(counts, dim=1), shares.repeat(rows, 1)
 
     # ---- evaluation ---------------------------------------------------------------------------------------
 
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Evaluate: the mean loss of all blocks, and how good their drafts are (`DraftQuality.metrics`).
+    def evaluated(self, drafts: Drafts) -> list[Drafts]:
+        """Return the drafts that an evaluation counts, in the order of `passes`."""
+        return [drafts]
+
+    def _figures(self, found: EvalPrediction) -> dict[str, float]:
+        """Return the mean loss of all blocks of an evaluation, and how good their drafts are (`draft_figures`).
 
         `metric_for_best_model="tau"` then keeps the checkpoint that drafts best.
 
         Raises:
             ValueError: no row holds a block.
         """
-        qualities = self._qualities = {"": DraftQuality(self.drafter.draft_length)}
-        try:
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        finally:
-            self._qualities = None
-        quality = qualities.pop("")
-        if not quality.losses[1]:
+        loss, items = np.asarray(found.label_ids).sum(0, dtype=np.float64).tolist()
+        if not items:
             raise ValueError(
                 "There is nothing to evaluate: no row is longer than a draft, or none has a token that counts; give "
                 "longer documents or a smaller draft_length."
             )
-        figures = {"loss": float(quality.losses[0] / quality.losses[1]), **quality.metrics()}
-        figures |= {f"tau_{name}": of["tau"] for name, one in qualities.items() if "tau" in (of := one.metrics())}
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
-        return output
-
-    @property
-    def evaluates(self) -> bool:
-        """True while an evaluation runs."""
-        return self._qualities is not None
-
-    def measure(self, drafts: Drafts, name: str = "") -> None:
-        """Count the blocks of an evaluation; drafts of a further pass have a `name`, and `tau_NAME` alone."""
-        assert self._qualities is not None
-        quality = self._qualities.setdefault(name, DraftQuality(self.drafter.draft_length))
-        # By row, so that rows which only fill up the last batch of several processes can be left out.
-        per_row = counts_by_row(self.drafter, drafts, self.args.loss_chunk)
-        quality.add(self.accelerator.gather_for_metrics(per_row))
+        counts = np.split(np.asarray(found.predictions).sum(0, dtype=np.float64), len(self.passes))
+        figures = {"loss": loss / items, **draft_figures(counts[0])}
+        for name, counted in zip(self.passes[1:], counts[1:], strict=True):
+            figures |= {f"tau_{name}": tau for figure, tau in draft_figures(counted).items() if figure == "tau"}
+        return figures
 
     # ---- what is written ----------------------------------------------------------------------------------
 
