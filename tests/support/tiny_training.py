@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,23 @@ LENGTHS = [[12, 7, 5], [24], [3, 15, -6]]
 BLOCKS, LENGTH, WORDS = 5, 4, 7  # of `examples`
 
 
-def tiny_target(dtype: torch.dtype = torch.float32, head_dim: int = 8) -> Any:
+def tiny_target(dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        config = Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=head_dim,
-            initializer_range=0.3,
-            tie_word_embeddings=True,
-            eos_token_id=0,
-            pad_token_id=1,
-        )
-        return Qwen3ForCausalLM(config).to(dtype).eval()
+        fields: dict[str, Any] = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "initializer_range": 0.3,
+            "tie_word_embeddings": True,
+            "eos_token_id": 0,
+            "pad_token_id": 1,
+        }
+        return Qwen3ForCausalLM(Qwen3Config(**{**fields, **config})).to(dtype).eval()
 
 
 def tiny_head(target: Any, **config: Any) -> DartHead:
@@ -95,3 +97,9 @@ def examples(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor
     labels = target.softmax(-1).flatten(0, 1).multinomial(1, generator=random).view(BLOCKS, LENGTH)
     labels[1, 3] = labels[2, 2] = labels[3, 0] = NO_LABEL
     return draft.to(dtype), target.to(dtype), labels
+
+
+def write_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> str:
+    """Write rows of a data set as JSON lines; the path, as the name of a source."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
+    return str(path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.chats import CONVERSATION, MARKED, OTHER_PROMPT, PLAIN, THINKING, chat_tokenizer
-from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
+from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer, write_json_lines
 from torch import Tensor
 
 from hf_dart import DartConfig, DartHead
@@ -99,8 +98,7 @@ def write_chats(path: Path, count: int = 12) -> str:
     rows = [
         {"messages": [*CONVERSATION[:-1], {"role": "assistant", "content": f"x = {n}\n" * 9}]} for n in range(count)
     ]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
+    return write_json_lines(path, rows)
 
 
 def test_rows_of_conversations(tmp_path: Path) -> None:
@@ -126,10 +124,9 @@ def test_rows_of_conversations(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Cannot read the chat template 'missing\.jinja'"):
         load_rows(DataArguments([source], chat_template="missing.jinja", **shared), tokenizer, 4)
 
-    unanswered = tmp_path / "unanswered.jsonl"
-    unanswered.write_text(json.dumps({"messages": CONVERSATION[:2]}) + "\n")
+    unanswered = write_json_lines(tmp_path / "unanswered.jsonl", [{"messages": CONVERSATION[:2]}])
     with pytest.raises(ValueError, match=r"or have no reply of an assistant so long.*check the roles"):
-        load_rows(DataArguments([str(unanswered)], **shared), tokenizer, 4)
+        load_rows(DataArguments([unanswered], **shared), tokenizer, 4)
 
 
 def test_another_chat_template_than_the_heads_is_told(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser
 
-from hf_dart.training import DartTrainingArguments, losses
+from hf_dart.training import DartTrainingArguments, DiffusionTrainingArguments, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.trainers.drafts import Drafts
@@ -127,12 +127,16 @@ def test_arguments_change_the_preset(tmp_path: Path) -> None:
         {"chain_form": "power"},
         {"token_weight": 0.0},
         {"selector_only": True, "loss": "dpace"},
+        {"anchors_per_row": 0},
+        {"revealed_share": 1.5},
+        {"text_weight": -1.0},
     ],
     ids=str,
 )
 def test_arguments_out_of_range(wrong: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        DartTrainingArguments(output_dir=str(tmp_path), **wrong)
+    kind = DiffusionTrainingArguments if {"revealed_share", "text_weight"} & wrong.keys() else DartTrainingArguments
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*\\.$"):
+        kind(output_dir=str(tmp_path), **wrong)
 
 
 @pytest.mark.parametrize("draft_length", [1, 4])

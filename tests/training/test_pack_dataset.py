@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.chats import chat_tokenizer
+from support.tiny_training import write_json_lines
 from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead
@@ -50,9 +50,8 @@ def test_they_are_packed_inside(target: Any, kind: str, tmp_path: Path) -> None:
     assert "eval_tau" in logs[-2] or "eval_tau" in logs[-1]
     assert (head.config.chat_template_hash is not None) == (kind in ("messages", "conversations"))
 
-    file = tmp_path / "rows.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in documents), encoding="utf8")
-    arguments = DataArguments(train_data=[str(file)], max_length=64, cache_dir=str(tmp_path / "cache"))
+    file = write_json_lines(tmp_path / "rows.jsonl", documents)
+    arguments = DataArguments(train_data=[file], max_length=64, cache_dir=str(tmp_path / "cache"))
     wanted = load_rows(arguments, tokenizer, 3)[0]
     assert len(trainer.train_dataset) == len(wanted)
     for ours, theirs in zip(trainer.train_dataset, wanted, strict=True):

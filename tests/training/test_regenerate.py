@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.chats import CONVERSATION, PLAIN, chat_tokenizer
 from support.endpoint import serving
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from support.tiny_training import tiny_target, write_json_lines
 
 from hf_dart import DartHead, attach
 from hf_dart.cli import main
@@ -31,23 +31,8 @@ TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * (i % 4 + 1) for i in range(14)]
 
 def small_writer(**options: Any) -> ModelWriter:
     """A random target with the packaged tokenizer's vocabulary, of which it uses little."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        tokenizer = chat_tokenizer()
-        config = Qwen3Config(
-            vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            initializer_range=0.4,
-            tie_word_embeddings=False,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-        model = Qwen3ForCausalLM(config).double().eval()
+    tokenizer = chat_tokenizer()
+    model = tiny_target(torch.float64, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
     with torch.no_grad():
         model.lm_head.weight[40:] *= 0.1
     model.generation_config.eos_token_id = [tokenizer.eos_token_id, 16, 17]
@@ -55,9 +40,7 @@ def small_writer(**options: Any) -> ModelWriter:
 
 
 def text_file(folder: Path) -> str:
-    path = folder / "texts.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    return str(path)
+    return write_json_lines(folder / "texts.jsonl", [{"text": text} for text in TEXTS])
 
 
 def sources_of(folder: Path, *names: str) -> Any:
@@ -175,7 +158,6 @@ def test_other_settings_do_not_mix(tmp_path: Path) -> None:
 
 
 def chat_file(folder: Path) -> str:
-    path = folder / "chats.jsonl"
     tool = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "1"}]
     conversations = [
         CONVERSATION,
@@ -185,8 +167,7 @@ def chat_file(folder: Path) -> str:
         CONVERSATION[:1],  # nothing to answer
         [CONVERSATION[0], {"role": "user", "content": "long " * 200}],  # no room for a reply
     ]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    return str(path)
+    return write_json_lines(folder / "chats.jsonl", [{"messages": messages} for messages in conversations])
 
 
 def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
@@ -246,15 +227,15 @@ def test_a_server_writes_what_the_model_behind_it_writes(tmp_path: Path, server:
 
 @pytest.mark.parametrize("replies", [0, 1])
 def test_a_call_of_a_tool_is_no_reply(tmp_path: Path, server: Any, replies: int) -> None:
-    source = tmp_path / "chat.jsonl"
-    source.write_text(json.dumps({"messages": [message for message in CONVERSATION if message["role"] != "system"]}))
+    messages = [message for message in CONVERSATION if message["role"] != "system"]
+    source = write_json_lines(tmp_path / "chat.jsonl", [{"messages": messages}])
     calls = {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     answers = [*[("stop", {"content": "Yes."})] * replies, ("tool_calls", calls)]
     choices = [{"message": {"role": "assistant", **said}, "finish_reason": reason} for reason, said in answers]
     server.faults = [json.dumps({"choices": [choice]}).encode() for choice in choices]
     writer = ServerWriter(f"http://127.0.0.1:{server.server_port}", "small", server.writer.tokenizer)
     settings = RegenerateSettings(length=120, new_tokens=12, prefix=(1, 2), batch_size=4)
-    records = records_in(run(tmp_path / "out", sources_of(tmp_path, str(source)), writer, settings))
+    records = records_in(run(tmp_path / "out", sources_of(tmp_path, source), writer, settings))
     assert [record["messages"][-1]["content"] for record in records] == ["Yes."] * replies
     assert server.faults == []
 
@@ -310,9 +291,8 @@ def test_parts_of_a_reply_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_mixture_keeps_its_shares_and_short_conversations_have_no_start(tmp_path: Path) -> None:
     rows = [{"messages": [{"role": "user", "content": "x " * (n % 50)}]} for n in range(640)]
-    source = tmp_path / "many.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    batches = list(plan(sources_of(tmp_path, str(source)), RegenerateSettings(batch_size=4)))
+    source = write_json_lines(tmp_path / "many.jsonl", rows)
+    batches = list(plan(sources_of(tmp_path, source), RegenerateSettings(batch_size=4)))
     assert [batch.number for batch in batches] == list(range(160))
     assert sorted(number for batch in batches for number, _ in batch.rows) == list(range(640))
     sizes = [[len(messages[0]["content"]) for _, (messages, _) in batch.rows] for batch in batches]

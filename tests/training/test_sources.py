@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.tiny_training import write_json_lines
 from transformers import AutoTokenizer, default_data_collator
 
 from hf_dart import DartConfig
@@ -27,11 +28,6 @@ TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * (i % 7 + 1) for i in range(60)]
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(PACKAGED_TARGET)
-
-
-def write_json_lines(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
-    return str(path)
 
 
 def arguments_for(folder: Path, *sources: str, **fields: Any) -> DataArguments:
