@@ -10,9 +10,18 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.attacks import attack, damaged, seeds, survives
+from support.checkpoints import save
 from support.compare import assert_identical
-from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, save_eagle3, variant
-from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, original_checkpoint
+from support.eagle3 import (
+    MODELOPT,
+    ORIGINAL,
+    SPECULATORS,
+    eagle3_config,
+    eagle3_tensors,
+    original_checkpoint,
+    variant,
+)
+from support.guests import ASSISTANT, ZLAB, dflash_checkpoint
 from support.modules import with_module
 from support.relatives import relative
 from support.tiny import (
@@ -40,7 +49,7 @@ def adapter(folder: Path, target: Any) -> None:
 def eagle3(style: str, first: str, pickled: bool = False) -> Callable[[Path, Any], Any]:
     def write(folder: Path, target: Any) -> None:
         config = eagle3_config(target, style, draft_vocab_size=20)
-        save_eagle3(folder, config, eagle3_tensors(config, first=first), pickled=pickled)
+        save(folder, config, eagle3_tensors(config, first=first), pickled=pickled)
 
     return write
 

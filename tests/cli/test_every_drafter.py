@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.eagle3 import variant
-from support.guests import original_checkpoint
+from support.eagle3 import original_checkpoint, variant
 from support.letters import letters
 from support.modules import with_module
 from support.relatives import relative

@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
+from support.checkpoints import save
 from support.compare import assert_identical
-from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
+from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
 from support.letters import letters

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.cases import GREEDY, SAMPLED, batch
+from support.checkpoints import reordered
 from support.compare import assert_identical, tally
-from support.eagle3 import reordered
 from support.guests import published
 from support.relatives import VARIANTS, pair_score, relative, relative_config, relative_tensors
 from support.sentences import one_sentence

@@ -11,18 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases import GREEDY, SAMPLED, batch
+from support.checkpoints import reordered, save
 from support.compare import assert_identical, tally
-from support.eagle3 import (
-    JOINED,
-    PEAGLE,
-    VARIANTS,
-    eagle3_config,
-    eagle3_tensors,
-    forward,
-    reordered,
-    save_eagle3,
-    variant,
-)
+from support.eagle3 import JOINED, PEAGLE, VARIANTS, eagle3_config, eagle3_tensors, forward, variant
 from support.heads import drafts, peagle_head
 from support.letters import letters
 from support.tiny import prompts, tiny_target
@@ -81,7 +72,7 @@ def test_draft_tokens_in_another_order(target: Any, tmp_path: Path) -> None:
     config = eagle3_config(target, draft_vocab_size=20)
     ascending = eagle3_tensors(config)
     files = {"ascending": ascending, "mixed": reordered(ascending, "lm_head.weight")}
-    one, other = (load_drafter(save_eagle3(tmp_path / name, config, files[name]), target=target) for name in files)
+    one, other = (load_drafter(save(tmp_path / name, config, files[name]), target=target) for name in files)
     assert all(torch.equal(weight, one.state_dict()[name]) for name, weight in other.state_dict().items())
 
 

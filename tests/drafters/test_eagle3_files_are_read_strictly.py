@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, save_eagle3, variant
+from support.checkpoints import save
+from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, variant
 from support.sentences import refused
 from support.tiny import tiny_target
 
@@ -29,7 +30,7 @@ def target() -> Any:
 def checkpoint(folder: Path, target: Any, style: str = ORIGINAL, pickled: bool = False, **changes: Any) -> Path:
     """With the weights of the unchanged config."""
     tensors = eagle3_tensors(eagle3_config(target, style), first=FIRST[style])
-    save_eagle3(folder, eagle3_config(target, style, **changes), tensors, pickled=pickled)
+    save(folder, eagle3_config(target, style, **changes), tensors, pickled=pickled)
     return folder
 
 
@@ -101,7 +102,7 @@ def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str, pi
     config = eagle3_config(target, draft_vocab_size=20)
     tensors = {**eagle3_tensors(config), **changes}
     tensors = {key: value for key, value in tensors.items() if value is not None}
-    save_eagle3(tmp_path, config, tensors, pickled=pickled)
+    save(tmp_path, config, tensors, pickled=pickled)
     refused(lambda: load(tmp_path, target), words)
 
 
@@ -180,7 +181,7 @@ def test_what_peagle_heads_must_not_say(target: Any, tmp_path: Path, name: str) 
         (config["transformer_layer_config"] if field.startswith("rope") else config)[field] = value
     tensors = eagle3_tensors(config, first="layers.0")
     tensors.setdefault("mask_hidden", torch.zeros(1, 1, 96, dtype=torch.float64))
-    save_eagle3(tmp_path, config, tensors)
+    save(tmp_path, config, tensors)
     refused(lambda: load_drafter(folder, target=target), words)
 
 
@@ -196,7 +197,7 @@ def test_two_names_of_a_norm(target: Any, tmp_path: Path) -> None:
     config = eagle3_config(target, SPECULATORS, num_hidden_layers=2)
     tensors = eagle3_tensors(config, first="layers.0")
     tensors["layers.1.hidden_norm.weight"] = tensors.pop("layers.1.input_layernorm.weight")
-    save_eagle3(tmp_path, config, tensors)
+    save(tmp_path, config, tensors)
     assert len(load(tmp_path, target).deeper) == 1
     tensors["layers.1.input_layernorm.weight"] = tensors["layers.1.hidden_norm.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
@@ -220,7 +221,7 @@ def test_what_is_no_eagle1_head(target: Any, tmp_path: Path, name: str) -> None:
     folder = variant(tmp_path, target, "EAGLE-1")
     config = json.loads((tmp_path / "config.json").read_text())
     weights = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
-    save_eagle3(tmp_path, {**config, **fields}, {**weights, **tensors}, pickled=True)
+    save(tmp_path, {**config, **fields}, {**weights, **tensors}, pickled=True)
     refused(lambda: load_drafter(folder, target=target), words)
     refused(lambda: load_drafter(folder), "pass target=")
 

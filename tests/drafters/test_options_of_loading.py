@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from support.guests import ZLAB, dflash_config, dflash_tensors, original_config, original_tensors, save
+from support.checkpoints import save
+from support.eagle3 import original_config, original_tensors
+from support.guests import ZLAB, dflash_config, dflash_tensors
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from transformers import AutoTokenizer

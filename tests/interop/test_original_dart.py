@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support.cases import MODES
+from support.checkpoints import reordered, save
 from support.compare import assert_identical, tally
-from support.eagle3 import reordered
-from support.guests import original_checkpoint, original_config, original_tensors, save
+from support.eagle3 import forward, original_checkpoint, original_config, original_tensors
 from support.letters import letters
 from support.tiny import prompts, tiny_target
 from torch import Tensor
@@ -34,43 +34,6 @@ def load(path: Path | str, target: Any, **options: Any) -> DartHead:
     return head
 
 
-def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tensor, embeddings: Tensor) -> Tensor:
-    """The released forward on a whole text: features [T, 3 F], embeddings [T, H] of the next tokens; logits [d, M]."""
-    size, slots = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]), config["draft_length"]
-    heads, hidden = config["num_attention_heads"], config["hidden_size"]
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return weights[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
-
-    def project(x: Tensor, name: str) -> Tensor:
-        return x @ weights[f"{name}.weight"].T
-
-    residual = project(features, "fc")
-    x = torch.cat([norm(embeddings, "midlayer.input_layernorm"), norm(residual, "midlayer.hidden_norm")], -1)
-    mask = weights["midlayer.mask_rep"]
-    x = torch.cat([x, mask.expand(slots, -1)])
-    residual = torch.cat([residual, mask[:hidden].expand(slots, -1)])
-    at = torch.arange(len(x), dtype=torch.float64)
-    angles = at[:, None] / config.get("rope_theta", 10000.0) ** (torch.arange(0, size, 2).double() / size)
-    cos, sin = (torch.cat([part, part], -1)[:, None] for part in (angles.cos(), angles.sin()))
-
-    def rotate(x: Tensor) -> Tensor:
-        return x * cos + torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
-
-    split = (len(x), -1, size)
-    query, key = (rotate(project(x, f"midlayer.self_attn.{name}_proj").view(split)) for name in "qk")
-    value = project(x, "midlayer.self_attn.v_proj").view(split)
-    shared = torch.arange(heads) // (heads // key.shape[1])
-    scores = torch.einsum("qhd,khd->hqk", query, key[:, shared]) / size**0.5
-    scores = scores.masked_fill(at[:, None] < at, -torch.inf)
-    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[:, shared]).flatten(1)
-    x = (residual + project(mixed, "midlayer.self_attn.o_proj"))[-slots - 1 :]
-    inside = norm(x, "midlayer.post_attention_layernorm")
-    gate = torch.nn.functional.silu(project(inside, "midlayer.mlp.gate_proj"))
-    x = x + project(gate * project(inside, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
-    return project(norm(norm(x, "norm"), "norm"), "lm_head")
-
-
 def both(
     target: Any, head: DartHead, config: dict[str, Any], weights: dict[str, Tensor], length: int = 9
 ) -> tuple[Tensor, Tensor]:
@@ -81,9 +44,10 @@ def both(
     state = head.begin(1, 4)
     head.extend(state, features[:, :5], tokens[:, 1:6], torch.tensor([5]))
     ours = head.propose(state, features[:, 5:], tokens[:, 6:], torch.tensor([length - 5])).logits[0]
-    embeddings = target.get_input_embeddings()(tokens[0, 1:]).double()
-    doubles = {name: tensor.double() for name, tensor in weights.items()}
-    return ours, published(config, doubles, features[0].double(), embeddings)
+    own = {name: weight for name, weight in weights.items() if name != "embed_tokens.weight"}
+    table = target.get_input_embeddings().weight
+    logits = forward(config, own, table, features[0], tokens[0, 1:], [], masks=config["draft_length"])
+    return ours, logits
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -102,7 +66,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_logits_are_those_of_the_released_forward(target: Any, tmp_path: Path, variant: str) -> None:
     config = original_config(target, **VARIANTS[variant])
     full = {"head_dim": 8, "num_key_value_heads": 4, **config}
-    tensors = original_tensors(full)
+    tensors = original_tensors({**full, "attention_bias": False})
     head = load(save(tmp_path, config, tensors), target)
     assert head.feature_layers == [2, 4, 5]
     assert head.draft_length == config["draft_length"] + 1

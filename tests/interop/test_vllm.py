@@ -15,7 +15,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from support.guests import original_checkpoint
+from support.eagle3 import forward, original_checkpoint
 from support.heads import peagle_head
 from support.letters import letters
 from support.ngrams import unpacked
@@ -45,49 +45,9 @@ def served(folder: Path, embeddings: Tensor, features: Tensor, tokens: Tensor) -
     """
     config = json.loads((folder / "config.json").read_text())
     weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
-    embeddings, features = embeddings.double(), features.double()
-    layer_config = config["transformer_layer_config"]
     count = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
-    size, eps = layer_config["head_dim"], layer_config["rms_norm_eps"]
     assert not any(config[flag] for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return weights[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-
-    def project(x: Tensor, name: str) -> Tensor:
-        return x @ weights[f"{name}.weight"].T
-
-    masks = count - 1
-    ids = torch.cat([tokens, tokens.new_full((masks,), config["mask_token_id"])])
-    hidden = torch.cat([features, weights["mask_hidden"].reshape(1, -1).expand(masks, -1)])
-    residual = project(hidden, "fc")
-    at = torch.arange(len(ids), dtype=torch.float64)
-    theta = layer_config["rope_parameters"]["rope_theta"]
-    angles = at[:, None] / theta ** (torch.arange(0, size, 2).double() / size)
-    cos, sin = (torch.cat([part, part], -1)[:, None] for part in (angles.cos(), angles.sin()))
-
-    def rotate(x: Tensor) -> Tensor:
-        return x * cos + torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
-
-    for index in range(layer_config["num_hidden_layers"]):
-        name = f"layers.{index}"
-        if index == 0:
-            embedded = norm(embeddings[ids], f"{name}.input_layernorm")
-            x = torch.cat([embedded, norm(residual, f"{name}.hidden_norm")], -1)
-        else:
-            x = norm(residual, f"{name}.input_layernorm")
-        split = (len(ids), -1, size)
-        query, key = (rotate(project(x, f"{name}.self_attn.{part}_proj").view(split)) for part in "qk")
-        value = project(x, f"{name}.self_attn.v_proj").view(split)
-        shared = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
-        scores = torch.einsum("qhd,khd->hqk", query, key[:, shared]) / size**0.5
-        scores = scores.masked_fill(at[:, None] < at, -torch.inf)
-        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[:, shared]).flatten(1)
-        residual = residual + project(mixed, f"{name}.self_attn.o_proj")
-        inside = norm(residual, f"{name}.post_attention_layernorm")
-        gate = torch.nn.functional.silu(project(inside, f"{name}.mlp.gate_proj"))
-        residual = residual + project(gate * project(inside, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
-    return project(norm(residual[-count:], "norm"), "lm_head")
+    return forward(config, weights, embeddings.double(), features.double(), tokens, [], masks=count - 1)
 
 
 def drafted(target: Any, head: DartHead, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:

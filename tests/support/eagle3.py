@@ -1,17 +1,17 @@
-"""Tiny random EAGLE-3 and P-EAGLE checkpoints in the formats that are published, and what their code computes of them.
+"""Tiny random heads of EAGLE, P-EAGLE and DART's code in the formats that are published, and what these compute.
 
 `forward` follows the published definitions step by step, without a cache and without a mask of more than one token.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
+
+from support.checkpoints import Plain, changed, draft_vocabulary, layer_shapes, random_weights, save
 
 ORIGINAL, SPECULATORS, MODELOPT = "original", "speculators", "modelopt"
 LLAMA3 = {
@@ -90,14 +90,10 @@ def eagle3_config(target: Any, style: str = ORIGINAL, **changes: Any) -> dict[st
                 "use_mtp_layernorm": False,
             },
         }
-    inner = config.get("transformer_layer_config", {})
-    for name, value in changes.items():
-        part, _, field = name.rpartition("__")
-        fields = config[part] if part else inner if name in {*layer, *_LAYER} and inner else config
-        fields[field] = value
-        if value is None and style != SPECULATORS:
-            del fields[field]
-    return config
+    if style == SPECULATORS:
+        inside = {*layer, *_LAYER}
+        changes = {"transformer_layer_config__" * (name in inside) + name: one for name, one in changes.items()}
+    return changed(config, changes)
 
 
 _LAYER = ("attention_bias", "mlp_bias", "layer_types", "sliding_window", "use_sliding_window", "rope_parameters",
@@ -121,10 +117,9 @@ def eagle3_tensors(
     """
     layer = layer_of(config)
     generator = torch.Generator().manual_seed(seed)
-    hidden, inner, size = layer["hidden_size"], layer["intermediate_size"], layer["head_dim"]
+    hidden = layer["hidden_size"]
     feature = config.get("target_hidden_size") or hidden
-    width, kv_width = layer["num_attention_heads"] * size, layer["num_key_value_heads"] * size
-    scored, vocabulary = config["draft_vocab_size"], layer["vocab_size"]
+    scored, size = config["draft_vocab_size"], layer["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, taps * feature), "norm.weight": (hidden,), "lm_head.weight": (scored, hidden),
         f"{first}.hidden_norm.weight": (hidden,),
@@ -136,56 +131,34 @@ def eagle3_tensors(
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{tap}.weight": (feature,) for tap in range(taps)}
     if own_embeddings:
-        shapes["embed_tokens.weight"] = (vocabulary, hidden)
+        shapes["embed_tokens.weight"] = (size, hidden)
     if "mask_token_id" in config:
         shapes["mask_hidden"] = (1, 1, taps * feature)
+    if "draft_length" in config:
+        shapes[f"{first}.mask_rep"] = (2 * hidden,)
     for index in range(layer["num_hidden_layers"]):
         name, read = (first, 2 * hidden) if index == 0 else (f"layers.{index}", hidden)
-        shapes |= {
-            f"{name}.input_layernorm.weight": (hidden,),
-            f"{name}.post_attention_layernorm.weight": (hidden,),
-            f"{name}.self_attn.q_proj.weight": (width, read),
-            f"{name}.self_attn.k_proj.weight": (kv_width, read),
-            f"{name}.self_attn.v_proj.weight": (kv_width, read),
-            f"{name}.self_attn.o_proj.weight": (hidden, width),
-            f"{name}.mlp.gate_proj.weight": (inner, hidden),
-            f"{name}.mlp.up_proj.weight": (inner, hidden),
-            f"{name}.mlp.down_proj.weight": (hidden, inner),
-        }
-        if layer["model_type"] == "qwen3":
-            shapes |= {f"{name}.self_attn.{x}_norm.weight": (size,) for x in "qk"}
-        biased = [f"self_attn.{x}_proj" for x in "qkvo"] * bool(layer.get("attention_bias"))
-        biased += [f"mlp.{x}_proj" for x in ("gate", "up", "down")] * bool(layer.get("mlp_bias"))
-        shapes |= {f"{name}.{part}.bias": shapes[f"{name}.{part}.weight"][:1] for part in biased}
-
-    def random(shape: tuple[int, ...], norm: bool) -> Tensor:
-        values = torch.randn(shape, generator=generator, dtype=torch.float64)
-        return 1 + 0.3 * values if norm else 0.3 * values
-
-    tensors = {name: random(shape, "norm" in name) for name, shape in shapes.items()}
-    if scored != vocabulary:
-        chosen = torch.randperm(vocabulary, generator=generator)[:scored].sort().values
-        tensors["d2t"] = chosen - torch.arange(scored)
-        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, chosen, True)
-    return tensors
+        shapes |= layer_shapes(layer, name, read)
+    tensors = random_weights(shapes, generator)
+    # DART's code always writes the map.
+    mapped = scored != size or "draft_length" in config
+    return tensors | (draft_vocabulary(size, scored, generator) if mapped else {})
 
 
-def reordered(tensors: dict[str, Tensor], *per_token: str) -> dict[str, Tensor]:
-    """The same checkpoint with its draft tokens, and the rows of the tensors `per_token`, in another order."""
-    order = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(1))
-    tokens = (torch.arange(len(order)) + tensors["d2t"])[order]
-    return {**tensors, **{name: tensors[name][order] for name in per_token}, "d2t": tokens - torch.arange(len(order))}
+def original_config(target: Any, **changes: Any) -> dict[str, Any]:
+    """The config.json of a head in the format of DART's code; a change to None takes the field out."""
+    own = {"architectures": ["LlamaForCausalLMDart"], "draft_length": 4, "rope_scaling": None, "rope_theta": 1000000}
+    return eagle3_config(target, ORIGINAL, **{**own, **changes})
 
 
-def save_eagle3(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False) -> str:
-    """Write config.json and weights, as safetensors or as `pytorch_model.bin`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf8")
-    if pickled:
-        torch.save(tensors, folder / "pytorch_model.bin")
-    else:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
+def original_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of such a head, in float64, and the table of embeddings that its code saves too."""
+    return eagle3_tensors(config, own_embeddings=True, seed=seed)
+
+
+def original_checkpoint(folder: Path, target: Any, **changes: Any) -> str:
+    config = original_config(target, **changes)
+    return save(folder, config, original_tensors(config))
 
 
 _PEAGLE = {
@@ -269,7 +242,7 @@ def variant(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.flo
     made = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     if name == "original, head_dim from the shapes":
         config["head_dim"] = 16
-    return save_eagle3(folder, config, made, pickled=name in ("original", "EAGLE-1"))
+    return save(folder, config, made, pickled=name in ("original", "EAGLE-1"))
 
 
 def joined_tensors(config: dict[str, Any], target: Any) -> dict[str, Tensor]:
@@ -301,7 +274,7 @@ def forward(
 ) -> Tensor:
     """EAGLE as published, over a text and then over a drafted path: logits [1 + len(path), V or M].
 
-    P-EAGLE has mask slots after the text instead: logits [1 + masks, V or M].
+    P-EAGLE and DART's code have mask slots after the text instead: logits [1 + masks, V or M].
 
     Args:
         embeddings: [V, H].
@@ -313,19 +286,17 @@ def forward(
     layer = layer_of(config)
     first = "midlayer" if "midlayer.hidden_norm.weight" in weights else "layers.0"
     embeddings = weights.get("embed_tokens.weight", embeddings)
-    eps, heads = layer["rms_norm_eps"], layer["num_attention_heads"]
-    size = weights[f"{first}.self_attn.q_proj.weight"].shape[0] // heads
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return weights[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
-
-    def project(x: Tensor, name: str) -> Tensor:
-        out = x @ weights[f"{name}.weight"].T
-        return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
-
-    if masks:
+    heads = layer["num_attention_heads"]
+    plain = Plain(weights, layer, weights[f"{first}.self_attn.q_proj.weight"].shape[0] // heads)
+    norm, project = plain.norm, plain.project
+    free = weights.get(f"{first}.mask_rep")
+    text = len(tokens)
+    if masks and free is None:
         tokens = torch.cat([tokens, torch.full((masks,), config["mask_token_id"])])
         features = torch.cat([features, weights["mask_hidden"].reshape(1, -1).expand(masks, -1)])
+    elif masks:
+        tokens = torch.cat([tokens, tokens.new_zeros(masks)])
+        features = torch.cat([features, features.new_zeros(masks, features.shape[1])])
     if config.get("norm_before_fc"):
         features = norm(features, "input_norm")
     if config.get("fc_norm"):
@@ -333,18 +304,15 @@ def forward(
         features = torch.cat([norm(x, f"fc_norm.{tap}") for tap, x in enumerate(features.chunk(count, -1))], -1)
     joined = f"{first}.hidden_norm.weight" not in weights
     fused = features if joined else project(features, "fc")
-    cos, sin = rotations(layer, size, len(tokens) + len(path))
     keys: list[list[Tensor]] = [[] for _ in range(layer["num_hidden_layers"])]
     values: list[list[Tensor]] = [[] for _ in range(layer["num_hidden_layers"])]
-
-    def rotate(x: Tensor, at: int) -> Tensor:  # [heads, size]
-        half = torch.cat([-x[:, size // 2 :], x[:, : size // 2]], -1)
-        return x * cos[at] + half * sin[at]
 
     def one(token: Tensor, feature: Tensor, at: int, real: int) -> Tensor:
         """The output at one entry, after those before it; `real` is the last position of the text up to it."""
         if joined:
             x = residual = project(torch.cat([embeddings[token], feature]), "fc")
+        elif free is not None and at >= text:
+            x, residual = free, free[: len(feature)]
         else:
             known = norm(feature, f"{first}.hidden_norm")
             x = torch.cat([norm(embeddings[token], f"{first}.input_layernorm"), known])
@@ -353,60 +321,21 @@ def forward(
             name = first if index == 0 else f"layers.{index}"
             if index:
                 residual, x = x, norm(x, f"{name}.input_layernorm")
-            query = project(x, f"{name}.self_attn.q_proj").view(-1, size)
-            key = project(x, f"{name}.self_attn.k_proj").view(-1, size)
-            if f"{name}.self_attn.q_norm.weight" in weights:
-                query, key = norm(query, f"{name}.self_attn.q_norm"), norm(key, f"{name}.self_attn.k_norm")
-            query, key = rotate(query, at), rotate(key, at)
+            place = torch.tensor([at])
+            query, key = (plain.rotate(plain.heads(x[None], f"{name}.self_attn.{part}"), place)[0] for part in "qk")
             keys[index].append(key)
-            values[index].append(project(x, f"{name}.self_attn.v_proj").view(-1, size))
+            values[index].append(plain.heads(x, f"{name}.self_attn.v"))
             kinds = layer.get("layer_types") or ["full_attention"] * layer["num_hidden_layers"]
             begin = max(0, real - layer["sliding_window"] + 1) if kinds[index] == "sliding_attention" else 0
-            seen = [*range(begin, real + 1), *range(real + 1, at + 1)]
-            mixed = torch.zeros(heads, size, dtype=x.dtype)
-            for head in range(heads):
-                shared = head // (heads // layer["num_key_value_heads"])
-                scores = torch.stack([keys[index][place][shared] for place in seen]) @ query[head] / size**0.5
-                mixed[head] = scores.softmax(-1) @ torch.stack([values[index][place][shared] for place in seen])
-            x = residual + project(mixed.flatten(), f"{name}.self_attn.o_proj")
-            inside = norm(x, f"{name}.post_attention_layernorm")
-            act = torch.nn.functional.silu(project(inside, f"{name}.mlp.gate_proj"))
-            x = x + project(act * project(inside, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+            mixed = plain.attend(query, torch.stack(keys[index][begin:]), torch.stack(values[index][begin:]))
+            x = residual + project(mixed, f"{name}.self_attn.o_proj")
+            x = x + plain.mlp(norm(x, f"{name}.post_attention_layernorm"), f"{name}.mlp")
         return norm(x, "norm") if config.get("norm_output") else x
 
-    states: list[Tensor] = []
-    for at, token in enumerate(tokens):
-        state = one(token, fused[at], at, at)
-        states.append(state)
-    states = states[-1 - masks :]
+    states = [one(token, fused[at], at, at) for at, token in enumerate(tokens)][-1 - masks :]
     for step, token in enumerate(path):
         states.append(one(torch.tensor(token), states[-1], len(tokens) + step, len(tokens) - 1))
     out = torch.stack(states)
-    return project(out if joined or config.get("norm_output") else norm(out, "norm"), "lm_head")
-
-
-def rotations(layer: dict[str, Any], size: int, positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, size], of the kinds that the variants use."""
-    rope = layer.get("rope_scaling") or layer.get("rope_parameters") or {}
-    theta = layer.get("rope_theta") or rope.get("rope_theta") or 10000.0
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    frequencies = theta ** -(torch.arange(0, size, 2, dtype=torch.float64) / size)
-    scale = 1.0
-    if kind == "linear":
-        frequencies = frequencies / rope["factor"]
-    elif kind == "llama3":
-        trained, factor = rope["original_max_position_embeddings"], rope["factor"]
-        turns = trained * frequencies / (2 * torch.pi)
-        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-        share = ((turns - low) / (high - low)).clamp(0, 1)
-        frequencies = (1 - share) * frequencies / factor + share * frequencies
-    elif kind == "yarn":
-        trained, factor = rope["original_max_position_embeddings"], rope["factor"]
-        ends = [size * torch.log(torch.tensor(trained / (turns * 2 * torch.pi))) / (2 * torch.log(torch.tensor(theta)))
-                for turns in (32, 1)]  # fmt: skip
-        low, high = max(int(ends[0].floor()), 0), min(int(ends[1].ceil()), size - 1)
-        ramp = ((torch.arange(size // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
-        frequencies = frequencies / factor * ramp + frequencies * (1 - ramp)
-        scale = 0.1 * float(torch.log(torch.tensor(factor))) + 1
-    angles = torch.arange(positions)[:, None] * torch.cat([frequencies, frequencies])
-    return angles.cos() * scale, angles.sin() * scale
+    for _ in range(0 if joined or config.get("norm_output") else 2 if free is not None else 1):
+        out = norm(out, "norm")
+    return project(out, "lm_head")

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.checkpoints import draft_vocabulary, save
 from support.eagle3 import SPECULATORS
-from support.guests import ZLAB, dflash_config, dflash_tensors, save
+from support.guests import ZLAB, dflash_config, dflash_tensors
 
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
@@ -96,10 +97,8 @@ def relative_tensors(config: dict[str, Any], name: str, seed: int = 0) -> dict[s
             tensors["markov_head.gate_proj.weight"] = random(rank, hidden + rank)
             tensors["markov_head.gate_proj.bias"] = random(rank)
     if scored != vocabulary:
-        chosen = torch.randperm(vocabulary, generator=generator)[:scored].sort().values
         tensors["lm_head.weight"] = random(scored, hidden)
-        tensors["d2t"] = chosen - torch.arange(scored)
-        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, chosen, True)
+        tensors |= draft_vocabulary(vocabulary, scored, generator)
     return tensors
 
 
