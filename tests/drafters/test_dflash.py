@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.cases import MODES
-from support.checkpoints import save
 from support.compare import assert_identical, run, tally
 from support.guests import ASSISTANT, ZLAB, dflash_config, dflash_drafter, dflash_tensors, published
 from support.tiny import prompts, tiny_target
