@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.drafters.trained import TrainedDrafter, attach_to
 from hf_dart.errors import missing_folder
+from hf_dart.hub.checkpoint import refused
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
 from hf_dart.interop.lora_config import lora_of
 from hf_dart.models.devices import as_dtype
@@ -45,9 +46,6 @@ _VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
 # Fields of the config that say what an adapter was made for, and do not affect its head's weights.
 _SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
-
-# Errors that PEFT raises for fields that it does not write itself.
-_NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
 
 
 # ---- putting them on ---------------------------------------------------------------------------------------
@@ -76,7 +74,7 @@ def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
             f"This head has no module {unknown[0]!r}; those that take LoRA are {', '.join(LAYERS)} and fc."
         )
     config.base_model_name_or_path, config.revision = base, revision
-    _inject(head, config, name, seed)
+    _inject(head, config, name, f"The config of adapter {name!r}", seed)
     head.set_adapter(name)
 
 
@@ -124,18 +122,14 @@ def _matches(head: TrainedDrafter, name: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for module, _ in head.named_modules())
 
 
-def _inject(head: TrainedDrafter, config: PeftConfig, name: str, seed: int = 0) -> None:
+def _inject(head: TrainedDrafter, config: PeftConfig, name: str, what: str, seed: int = 0) -> None:
     _refuse_clash(head, config)
     if not peft_configs(head):
         head._base_fingerprint = base_fingerprint(head)
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
-            torch.default_generator.manual_seed(seed)
-            inject_adapter_in_model(config, head, name)
-    except ValueError as error:
-        words = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"PEFT cannot put adapter {name!r} on this head: {words}.") from error
+    with refused(what, "give one that PEFT can put on this head"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
+        torch.default_generator.manual_seed(seed)
+        inject_adapter_in_model(config, head, name)
     head._hf_peft_config_loaded = True
     head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode
 
@@ -265,12 +259,9 @@ def _take_settings(head: Any, path: str, content: dict[str, Any], **where: Any) 
     Raises:
         ValueError: the file describes no head.
     """
-    try:
+    with refused(f"The config.json in {path}", "fetch it again"):
         config = type(head.config).from_dict({**head.config.to_dict(), **content})
         head.tree_config = TreeConfig(**config.tree)
-    except (ValueError, *_NO_ADAPTER) as error:
-        words = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"The config.json in {path} describes no DART head ({words}); fetch it again.") from error
     for name in _SETTINGS:
         setattr(head.config, name, getattr(config, name))
     if config.draft_vocab_size is not None:
@@ -298,11 +289,7 @@ def load(head: TrainedDrafter, path: str, name: str, **where: Any) -> None:
     config = lora_of(head, path, content, state)
     active = head.active_adapters()[0] if peft_configs(head) else None
     with _undone(head, name, active):
-        try:
-            _inject(head, config, name)
-        except _NO_ADAPTER as error:
-            words = " ".join(str(error).split())
-            raise ValueError(f"The {ADAPTER_CONFIG} in {path} fits no head ({words}); fetch it again.") from error
+        _inject(head, config, name, f"The {ADAPTER_CONFIG} in {path}")
         read(head, state, path, name)
     head.set_adapter(name)
 

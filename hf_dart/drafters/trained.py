@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import CommitInfo
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,8 +21,7 @@ from hf_dart.drafters.compatibility import check_compatible, unwrapped
 from hf_dart.drafters.cost import relative_cost, sizes
 from hf_dart.drafters.registry import registered
 from hf_dart.drafters.vocabulary import LMHeadRows
-from hf_dart.errors import missing_folder
-from hf_dart.hub.checkpoint import weight_shapes
+from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.failures import hub_errors
 from hf_dart.hub.kinds import kind_of
@@ -34,8 +32,6 @@ from hf_dart.models.progress_bars import without_bars
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
-
-_NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
 class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
@@ -277,55 +273,36 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             The drafter in eval mode, for `generate(..., assistant=...)`.
 
         Raises:
-            TypeError: an option is unknown, or `target` is no model.
-            ValueError: drafter, target and table do not fit together, or the files are not those of a drafter; the
-                message says what differs.
+            TypeError: `target` is no model.
+            ValueError: drafter, target and table do not fit together, the files are not those of a drafter, or an
+                option is unknown; the message says what differs.
             OSError: there are no such files, or the Hub does not give them.
         """
         if "dtype" in kwargs:
             kwargs["dtype"] = as_dtype(kwargs["dtype"])
-        if missing_folder(path):
-            raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
-        if "config" not in kwargs:
-            # transformers would replace a missing config.json by defaults.
-            content, commit = head_config(path, **{name: kwargs[name] for name in HUB_OPTIONS if name in kwargs})
-            if commit is not None:
-                kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
-            if content.get("model_type") != cls.config_class.model_type:
-                return cls._from_published(path, content, target, tokenizer, **kwargs)._with_table(ngram)
-            refuse_fields(path, content, cls.config_class)
-        place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-        if optional_file(path, ADAPTER_CONFIG, **place) is not None:
+        where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        # transformers would replace a missing config.json by defaults.
+        content, commit = head_config(path, **where)
+        if commit is not None:  # the weights that go with it, whatever is pushed meanwhile
+            where["revision"] = kwargs["revision"] = commit
+        if content.get("model_type") != cls.config_class.model_type:
+            return cls._from_published(path, content, target, tokenizer, **kwargs)._with_table(ngram)
+        refuse_fields(path, content, cls.config_class)
+        if optional_file(path, ADAPTER_CONFIG, **where) is not None:
             raise ValueError(f"{path} holds an adapter ({ADAPTER_CONFIG}); give the folder of a {cls.described_as}.")
         missing = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
-        shapes = weight_shapes(weight_files(path, missing, **place), path)
-        where = {name: kwargs.get(name) for name in ("token", "revision")}
-        try:
-            with torch.random.fork_rng(devices=[]), hub_errors(path, **where), without_bars():
-                config = kwargs["config"] if "config" in kwargs else cls.config_class.from_dict(content)
-                wrong = cls._misfits(config, shapes)
-                if wrong is not None:
-                    raise ValueError(
-                        f"The weights in {path} are not those of the {cls.described_as} that its config.json describes "
-                        f"(first difference: {wrong}); both files have to come from one save_pretrained."
-                    )
-                drafter = super().from_pretrained(path, **{**kwargs, "use_safetensors": True})
-        except SafetensorError as error:
-            raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error
-        except torch.OutOfMemoryError:
-            raise
-        except _NO_DRAFTER as error:
-            if isinstance(error, ValueError) and str(error).endswith("."):
-                raise
-            if "unexpected keyword argument" in str(error):
-                name = str(error).split()[-1]
-                raise TypeError(f"Loading a drafter takes no option {name}; leave it out.") from error
-            # A field of a type or size that no drafter has may fail anywhere.
-            words = " ".join(str(error).split())
+        shapes = weight_shapes(weight_files(path, missing, **where), path)
+        what, remedy = f"The {cls.described_as} in {path}", "give what one save_pretrained wrote, and no other options"
+        with refused(what, remedy):  # a field of a type or size that no drafter has may fail anywhere
+            wrong = cls._misfits(cls.config_class.from_dict(content), shapes)
+        if wrong is not None:
             raise ValueError(
-                f"The config.json in {path} describes no {cls.described_as} ({type(error).__name__}: {words}); both "
-                "files have to come from one save_pretrained."
-            ) from error
+                f"The weights in {path} are not those of the {cls.described_as} that its config.json describes "
+                f"(first difference: {wrong}); both files have to come from one save_pretrained."
+            )
+        hub = {name: kwargs.get(name) for name in ("token", "revision")}
+        with hub_errors(path, **hub), without_bars(), refused(what, remedy):
+            drafter = super().from_pretrained(path, **{**kwargs, "use_safetensors": True})
         if target is not None:
             attach_to(drafter, target, tokenizer, dtype=None if kwargs.get("dtype") is None else drafter.dtype)
         return drafter.eval()._with_table(ngram)

@@ -30,7 +30,7 @@ from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import attach_to
 from hf_dart.hub import card_texts
-from hf_dart.hub.checkpoint import weight_shapes
+from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import checkpoint_config, refuse_fields, weight_files
 from hf_dart.interop.dflash import dflash_format
 from hf_dart.interop.weights import read_weights, vocabulary_maps
@@ -230,11 +230,8 @@ def _config(path: str, content: dict[str, Any], **where: Any) -> DFlashConfig:
     if content.get("model_type") != DFlashConfig.model_type:
         return note_origin(DFlashConfig.of(content), path, **where)
     refuse_fields(path, content, DFlashConfig)
-    try:
+    with refused(f"The config.json in {path}", "fetch it again"):
         return DFlashConfig.from_dict(content)
-    except Exception as error:  # transformers raises errors of many kinds for a field of another type
-        words = " ".join(str(error).split())[:200]
-        raise ValueError(f"The config.json in {path} describes no DFlash drafter ({words}); fetch it again.") from error
 
 
 def _check_mask_token(token: int, tokenizer: Any) -> None:
