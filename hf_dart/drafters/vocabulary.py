@@ -93,33 +93,16 @@ def unused_token(tokenizer: Any, vocab_size: int) -> int:
     Raises:
         ValueError: every row belongs to another token of the tokenizer.
     """
-    found = _unused(tokenizer, vocab_size)
-    if not found:
-        raise ValueError(
-            f"All {vocab_size} ids of this tokenizer belong to tokens that texts may contain; give mask_token_id, the "
-            "id of one that yours never do, or use mask_mode='learned'."
-        )
-    return max(found[0])
-
-
-def check_unused(token: int, tokenizer: Any, vocab_size: int) -> None:
-    """Raise a ValueError if texts may contain `token`, and there is one that they do not."""
-    found = _unused(tokenizer, vocab_size)
-    if found and token < vocab_size and not any(token in group for group in found):
-        name = next(name for name, used in tokenizer.get_vocab().items() if used == token)
-        raise ValueError(
-            f"mask_token_id {token} is in use: the tokenizer calls it {name!r}; leave mask_token_id out and one that "
-            "no text contains is looked for."
-        )
-
-
-def _unused(tokenizer: Any, vocab_size: int) -> list[set[int]]:
-    """Ids that no text contains, in groups, the best first: rows without a token, placeholders, the pad."""
     rows, special = set(range(vocab_size)), tokenizer.special_tokens_map
     # Of added tokens only: an ordinary token "mask" is a word.
     added = tokenizer.added_tokens_decoder.items()
     placeholders = {int(token) for token, name in added if _PLACEHOLDER.search(str(name))}
     others = [name for role, name in special.items() if role != "pad_token"]
     pads = {tokenizer.pad_token_id} if tokenizer.pad_token not in others else set()  # one that ends texts is in them
-    groups = (rows - set(tokenizer.get_vocab().values()), placeholders & rows, pads & rows)
-    return [group for group in groups if group]
+    for group in (rows - set(tokenizer.get_vocab().values()), placeholders & rows, pads & rows):
+        if group:
+            return max(group)
+    raise ValueError(
+        f"All {vocab_size} ids of this tokenizer belong to tokens that texts may contain; give mask_token_id, the "
+        "id of one that yours never do, or use mask_mode='learned'."
+    )

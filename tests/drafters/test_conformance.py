@@ -65,8 +65,9 @@ IN_FAMILIES = [
     *(("dflash", family, "sdpa") for family in ("opt", "cohere2")),
 ]
 TALLIES: dict[str, Tally] = {kind: tally(f"float64, {kind}") for kind in MAKERS}
-TREES = [
-    (4, TreeConfig.chain(5)), (1, TreeConfig(nodes=20, depth=3)), (1, TreeConfig(nodes=4, depth=1)), (2, TreeConfig()),
+TREES = [  # with the number of rows, and of branches where a drafter has some
+    (4, TreeConfig.chain(5), 1), (1, TreeConfig(nodes=20, depth=3), 3), (1, TreeConfig(nodes=4, depth=1), 50),
+    (2, TreeConfig(), 4),
 ]  # fmt: skip
 
 
@@ -110,9 +111,12 @@ def compare_with_stock(family: str, attention: str, kind: str, modes: list[str])
             assert_identical(target, drafter, batch(size, attention), into=TALLIES[kind], **options)
 
 
-@pytest.mark.parametrize(("size", "tree"), TREES)
+@pytest.mark.parametrize(("size", "tree", "beam"), TREES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_trees(pairs: Any, kind: str, size: int, tree: TreeConfig) -> None:
+def test_trees(
+    pairs: Any, kind: str, size: int, tree: TreeConfig, beam: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairs(kind)[1], "beam", beam, raising=False)
     for mode in (GREEDY, SAMPLED):
         assert_identical(*pairs(kind), batch(size, "sdpa"), **mode, tree_config=tree, into=TALLIES[kind])
 

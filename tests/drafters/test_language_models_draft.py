@@ -40,18 +40,6 @@ def test_a_model_that_knows_nothing_of_the_target(mode: str) -> None:
         assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=STRANGERS, **options)
 
 
-@pytest.mark.parametrize(("beam", "size", "tree"), [(1, 4, TreeConfig.chain(5)), (3, 1, TreeConfig(nodes=20, depth=3))])
-def test_every_beam_and_tree(
-    llama: tuple[Any, LanguageModelDrafter], beam: int, size: int, tree: TreeConfig
-) -> None:
-    target, first = llama
-    drafter = LanguageModelDrafter(first.model, target, beam=beam)
-    for mode in (GREEDY, SAMPLED):
-        assert_identical(target, drafter, batch(size, "sdpa"), **mode, tree_config=tree, into=EXACT)
-        assert drafter.last_stats is not None
-        assert drafter.last_stats.tau > 1.3
-
-
 def said(model: Any, text: Tensor) -> Tensor:
     """Log-probabilities [V] of what follows a text [T]."""
     return model(text[None], use_cache=False).logits[0, -1].float().log_softmax(-1)

@@ -56,14 +56,6 @@ def test_modes(folders: Any, family: str, mode: str) -> None:
         assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=EXACT, **options)
 
 
-@pytest.mark.parametrize(("beam", "tree"), [(1, TreeConfig.chain(5)), (3, TreeConfig(nodes=20, depth=3))])
-def test_every_beam_and_tree(folders: Any, beam: int, tree: TreeConfig) -> None:
-    target, _, _ = folders("glm4_moe")
-    drafter = MtpDrafter.from_target(target, beam=beam)
-    for mode in (GREEDY, SAMPLED):
-        assert_identical(target, drafter, batch(4, "sdpa"), **mode, tree_config=tree, into=EXACT)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])

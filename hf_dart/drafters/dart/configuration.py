@@ -20,12 +20,7 @@ class DartConfig(HeadConfig):
 
     Args:
         draft_length: d, how many tokens one pass guesses.
-        feature_layers: which of the target's `hidden_states` are fused; 0 is the embedding output, L the
-            output of the last of L layers. The paper's layers are `default_feature_layers(L)`.
-        hidden_size: H, the width of the target's LM head, which the drafter shares.
         double_norm: apply the final norm twice, as DART's released code does.
-        embedding_size: E, the width of the target's token embeddings, which the drafter shares.
-        feature_size: width of one target hidden state.
         num_layers: decoder layers of the head, 1 to 5.
         input_form: what the first layer attends over: "pair", next to each other the normed embedding and the normed
             features (width E + H), or "stream", the features plus a projection of the embedding (width H), which is
@@ -47,21 +42,13 @@ class DartConfig(HeadConfig):
             "bidirectional", all of them.
         shift_logits: the last real position drafts the first token and mask slot j the token j + 1, so that d - 1
             slots do; without, d slots draft a token each, their own. DART (arXiv 2601.19278) compares both.
-        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
-            in the target's own layers.
-        tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
         selector_rank: width of the bigram selector (`hf_dart.drafters.dart.modeling`); 0 for none.
         selector_kind: "bigram", whose scores depend on the draft's hidden states, or "markov", one low-rank matrix.
         editor: the head can run again on its own draft (`editor.Editor`, `TreeConfig.refine`).
-        vocab_size: rows of the target's embedding table, padding rows included.
-        target_name, target_model_type, target_num_layers: the target that the head was made for.
-        target_revision: the commit of its repository on the Hub, or None if not known.
-        tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of the target's tokenizer, or None if not recorded.
-        chat_template_hash, enable_thinking: `hf_dart.models.tokenizers.template_hash` of the chat template of the
-            conversations that the head was trained on, and the thinking flag that was passed to it; None without.
 
-    The other fields, of copied layers and heads of other projects, are those of
-    `hf_dart.drafters.head_config.HeadConfig`.
+    Sizes, the target's and the tree's fields are those of `hf_dart.drafters.base_config.DrafterConfig`; the others, of
+    copied layers and heads of other projects, are those of `hf_dart.drafters.head_config.HeadConfig`. Where the
+    paper's head reads the target is `default_feature_layers(L)` of L layers.
 
     Raises:
         ValueError: a field is out of range; the message names the field and what it takes.

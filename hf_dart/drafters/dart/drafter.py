@@ -22,7 +22,7 @@ from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Entries
 from hf_dart.drafters.layers import memory, rotation_at
 from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
+from hf_dart.drafters.vocabulary import checked, unused_token
 from hf_dart.hub import card_texts
 from hf_dart.interop.eagle3 import eagle3_format, is_peagle
 from hf_dart.interop.original_dart import original_format, read_original
@@ -150,9 +150,6 @@ class DartHead(DartModel):
         Raises:
             ValueError: the head does not fit the target, or a token of its own is none of the target's.
         """
-        ours = self.config.origin is None  # heads that others published are used as they are
-        if self.config.mask_token_id is not None and tokenizer is not None and ours:
-            check_unused(self.config.mask_token_id, tokenizer, target.get_input_embeddings().num_embeddings)
         super().bind(target, tokenizer)
         if self.draft_vocabulary is not None:
             checked(self.draft_vocabulary, self.shared.rows(self.config.vocab_size))
