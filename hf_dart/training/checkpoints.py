@@ -100,7 +100,10 @@ class WholeCheckpoints(Trainer):
         Raises:
             OSError: it could not be written; nothing of it is left.
         """
-        with whole(Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")):
+        folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        if self.args.should_save:
+            (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of a run that came by here before
+        with whole(folder):
             super()._save_checkpoint(model, trial)
 
 
@@ -126,7 +129,9 @@ def newest_checkpoint(run: str | Path) -> str | None:
 
     `Trainer` writes its state last: without it, or with half of it, the run was killed while it saved.
     """
-    for folder in sorted(Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: -int(path.name.split("-")[1])):
+    steps = (folder.name.rpartition("-")[2] for folder in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
+    for step in sorted((int(step) for step in steps if step.isdecimal()), reverse=True):
+        folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{step}")
         with suppress(OSError, ValueError, TypeError):
             TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
             return str(folder)

@@ -61,6 +61,9 @@ def saved_in(folder: Path) -> set[str]:
 def test_a_run_that_was_killed_while_it_saved_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     """The weights and the optimizer of step 4 were written, the rest was not: step 2 is the newest checkpoint."""
     folder = tmp_path / "run"
+    (folder / "checkpoint-4").mkdir(parents=True)
+    (folder / "checkpoint-4" / "trainer_state.json").write_text("{}")  # of a run that came by here before
+    assert newest_checkpoint(folder) == str(folder / "checkpoint-4")
     process = subprocess.run(command(__file__, str(folder), "4"), env=environment(), timeout=300)
     assert process.returncode == -signal.SIGKILL
     assert (folder / "checkpoint-4" / "model.safetensors").is_file()
@@ -68,10 +71,11 @@ def test_a_run_that_was_killed_while_it_saved_goes_on_as_if_nothing_had_been(tmp
     state = (folder / "checkpoint-2" / "trainer_state.json").read_text()
     (folder / "checkpoint-4" / "trainer_state.json").write_text(state[: len(state) // 2])
     assert newest_checkpoint(folder) == str(folder / "checkpoint-2")
+    (folder / "checkpoint-of-mine").mkdir()
 
     trainer = trainer_of(folder, **RUN)
     trainer.train(resume_from_checkpoint=True)
-    assert saved_in(folder) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert saved_in(folder) == {"checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-of-mine"}
     assert_is_the_whole_run(trainer, tmp_path / "other")
 
 
