@@ -116,15 +116,3 @@ def test_what_is_broken_fails(
     assert not report["passed"]
     # Stock against stock is not touched by any of this.
     assert all(one["control"] is None or one["control"]["near_tie"] for one in report["findings"])
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [([""], "prompt is empty"), (["x", "--json", "./nowhere/audit.json"], "No such file")],
-)
-def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", *words]) == 2
-    shown = capsys.readouterr()
-    assert says in shown.err
-    assert shown.err.count("\n") == 1
-    assert not shown.out

@@ -1,42 +1,70 @@
-"""`hf-dart bench`: a small run whose figures have to hang together."""
+"""`hf-dart bench`: every method in one run, whose figures have to hang together, and its tables."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from support.memory import resident
 
-from hf_dart.bench.baselines import LOOKUP, STOCK
-from hf_dart.bench.speed import MODES
+from hf_dart import DartHead, EagleDrafter
+from hf_dart.bench.baselines import ASSISTED, COMPILED, LOOKUP, STOCK
+from hf_dart.bench.peak_memory import peak_bytes, reset_peak
 from hf_dart.cli import main
-from hf_dart.view.tables import OURS
+from hf_dart.hub.loading import PACKAGED_TARGET, load_target
+from hf_dart.view.tables import OURS, as_table, labels
+
+DRAFTERS = {OURS, f"{OURS}, chain", f"{OURS}, copies alone", f"{OURS}, eagle", f"{OURS}, mine"}
+MODES = ("greedy", "sampled, T=1")
 
 
-def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "bench.json"
-    assert main(["bench", "--smoke", "--json", str(file)]) == 0
-    shown = capsys.readouterr()
-    assert "| x stock |" in shown.out
-    case = "pytest's source, float32, prompts of up to 24 tokens"
-    assert shown.err.splitlines()[0] == case
-    # 10 measurements of two prompts each, and 8 of one batch; once to warm up, and twice all.
-    assert "74/74" in shown.err
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("bench")
+    model, tokenizer = load_target()
+    story = folder / "story.jsonl"
+    story.write_text('{"prompt": "import os"}\n{"prompt": "class Story:"}\n', encoding="utf8")
+    small = {"draft_length": 3, "intermediate_size": 64}
+    EagleDrafter.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "eagle")
+    DartHead.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "mine")
+    words = ["--suite", "code", str(story), "--rivals", "lookup,chain,tree,copies", "--modes", "greedy,sampled"]
+    words += ["--assistant-model", str(PACKAGED_TARGET), "--drafter", str(folder / "eagle")]
+    words += ["--drafter", str(folder / "mine"), "--json", str(folder / "bench.json")]
+    assert main(["bench", "--smoke", *words]) == 0
+    return json.loads((folder / "bench.json").read_text(encoding="utf8"))
 
-    report = json.loads(file.read_text(encoding="utf8"))
-    assert report["dtype"] == "float32"
-    assert report["threads"] == torch.get_num_threads()
+
+def test_every_method_takes_part(report: dict[str, Any]) -> None:
+    for text in ("code", "story.jsonl"):
+        for mode in MODES:
+            for batch in (1, 2):
+                alone = {ASSISTED, *([LOOKUP] if mode == "greedy" else [])} if batch == 1 else set()
+                case = {"text": text, "mode": mode, "batch": batch}
+                found = [one["method"] for one in report["results"] if case.items() <= one.items()]
+                assert len(found) == len(set(found))
+                assert set(found) == {STOCK} | alone | DRAFTERS
+    for one in report["results"]:
+        assert one["ours"] == (one["method"] in DRAFTERS)
+        if one["ours"]:
+            assert one["identical"]
+            assert one["compared"]["rows"] == 2 * 2  # prompts x repeats
+        if one["method"] == ASSISTED:
+            assert ("compared" in one) == (one["mode"] == "greedy")
+    assert set(report["drafters"]) == {ASSISTED, *DRAFTERS} - {f"{OURS}, copies alone"}
+    assert report["text"] == "code, story.jsonl"
+    assert report["settings"]["prompt_tokens"] == max(one["prompt_tokens"] for one in report["results"])
+    assert (report["dtype"], report["threads"]) == ("float32", torch.get_num_threads())
     assert report["command"].startswith("hf-dart bench --smoke")
     assert set(report["versions"]) == {"python", "hf-dart", "torch", "transformers"}
-    results = {(one["batch"], one["mode"], one["method"]): one for one in report["results"]}
-    assert len(results) == len(report["results"])
-    expected = {(batch, mode, method) for batch in (1, 2) for mode in MODES for method in (STOCK, OURS)}
-    expected |= {(1, mode, LOOKUP) for mode, options in MODES.items() if not options["do_sample"]}
-    assert set(results) == expected
 
-    for (batch, mode, method), one in results.items():
-        stock = results[batch, mode, STOCK]
+
+def test_figures_hang_together(report: dict[str, Any]) -> None:
+    stocks = {(one["text"], one["batch"], one["mode"]): one for one in report["results"] if one["method"] == STOCK}
+    for one in report["results"]:
+        stock = stocks[one["text"], one["batch"], one["mode"]]
         assert len(one["seconds"]) == 2
         speeds = one["tokens_per_second"]
         assert speeds["min"] <= speeds["median"] <= speeds["max"]
@@ -49,15 +77,9 @@ def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pyt
         ]
         assert one["ratio"]["min"] == pytest.approx(min(ratios))
         assert one["ratio"]["max"] == pytest.approx(max(ratios))
-        if method == STOCK:
-            assert one["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
-            assert "tau" not in one
-        else:
-            assert one["identical"]
-            assert one["compared"]["rows"] == 2 * 2  # prompts x repeats
-            if not one["compared"]["near_ties"]:
-                assert one["tokens"] == stock["tokens"]
-        if method == OURS:
+        if one["ours"] and not one["compared"]["near_ties"]:
+            assert one["tokens"] == stock["tokens"]
+        if one["method"] == OURS:
             # Every token but each row's first, which the prefill gives, was committed by a round.
             assert one["tau"] > 1
             assert sum(one["accepted_per_depth"]) > 0
@@ -67,3 +89,36 @@ def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pyt
             assert whole == pytest.approx(sum(one["seconds"]))
             forward = one["round_ms"]["draft"] + one["round_ms"]["verify"]
             assert one["not_forward"] == pytest.approx(1 - forward / sum(one["round_ms"].values()))
+    assert "tau" not in stock
+
+
+def test_tables_say_which_case(report: dict[str, Any]) -> None:
+    assert set(labels(report)) == {"code", "story.jsonl"}
+    table = as_table(report)
+    assert "| case | batch | mode | method |" in table
+    assert "| code | 1 | greedy | hf_dart, eagle |" in table
+    assert "other numbers" in table
+    alone = {**report, "results": [one for one in report["results"] if one["text"] == "code"]}
+    assert set(labels(alone)) == {""}
+
+
+def test_peak_memory_is_seen() -> None:
+    device = torch.device("cpu")
+    reset_peak(device)
+    before = peak_bytes(device)
+    # More than the process ever held: not every system lets the peak be reset.
+    block = torch.ones((before - resident() + 64 * 2**20) // 4)
+    assert peak_bytes(device) - before > 32 * 2**20
+    del block
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of inductor's own imports
+def test_what_is_compiled_writes_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    words = ["--rivals", "compiled,tree,engine", "--batch", "1", "--repeats", "1", "--dtype", "float64"]
+    assert main(["bench", "--smoke", *words, "--modes", "greedy,penalty", "--json", str(file)]) == 0
+    compiled = [one for one in json.loads(file.read_text())["results"] if one["method"] in COMPILED]
+    modes = ("greedy", "greedy, penalty 1.1")
+    assert {(one["mode"], one["method"]) for one in compiled} == {(mode, name) for mode in modes for name in COMPILED}
+    assert all(one["identical"] for one in compiled)

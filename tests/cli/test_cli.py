@@ -112,7 +112,10 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["generate", "x", "--head", "nobody"], "an id of the Hub names its user; give USER/nobody."),
         (["train", "nothing.yaml"], "There is no recipe 'nothing.yaml'; name a YAML or JSON file"),
         (["generate", "x", "--no-thinking"], "add --chat"),
+        (["audit", ""], "prompt is empty"),
         (["bench", "--text", "./nowhere.py"], "Cannot read"),
+        (["bench", "--smoke", "--suite", "no/such/file.jsonl"], "Cannot read the suite"),
+        (["bench", "--smoke", "--assistant-model", HEAD], "Cannot load the assistant model"),
         (["bench", "--prompts", "2", "--batch", "1,4"], "--batch takes sizes"),
         (["bench", "--json", "./nowhere/bench.json"], "No such file or directory"),
         *(([*words, "--json", HEAD], "Is a directory") for words in MEASURE),
@@ -150,6 +153,7 @@ def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(tmp_path: Pat
         ["generate", "x", "--seed", "-99999999999999999999"],
         ["demo", "--new-tokens", "0"],
         ["bench", "--batch", "one"],
+        ["bench", "--rivals", "eagles"],
     ],
 )
 def test_unusable_options_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

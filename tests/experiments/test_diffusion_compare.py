@@ -6,7 +6,6 @@ import json
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from statistics import stdev
 from types import ModuleType
 
 import pytest
@@ -45,18 +44,6 @@ def test_the_tables_are_those_of_the_json(compare: ModuleType, file: Path, tmp_p
         # The language model's sampled text is another one: stock's loop draws otherwise.
         others = [one for one in others if "sampled" not in result["mode"] or "language" not in one["method"]]
         assert all(one["same"] == 1 for one in others)
-
-
-def test_a_jackknifed_mean_has_the_error_of_a_mean(compare: ModuleType) -> None:
-    values = [3.0, 1.0, 4.0, 1.0, 5.0]
-
-    def mean(chosen: list[int]) -> float:
-        return sum(values[one] for one in chosen) / len(chosen)
-
-    whole, error = compare.jackknife(mean, len(values))
-    assert whole == pytest.approx(2.8)
-    assert error == pytest.approx(stdev(values) / len(values) ** 0.5)
-    assert compare.jackknife(mean, 1) == (3.0, 0.0)
 
 
 def test_figures(compare: ModuleType) -> None:

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.engines import SIMULATED, counting
+from support.engines import SIMULATED
 from support.scripts import experiment
 from support.simulated_gpu import SimulatedGpu
-
-import hf_dart
 
 ROUNDS = experiment("rounds")
 _TINY = "--shape tiny --dtype float32 --backend none --tau 3.5 --nodes 1,8 --draft-length 4 --batch 2"
@@ -76,21 +74,6 @@ def test_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert [one["name"] for one in report["results"]] == ["stock"]
     assert len(report["left_out"]) == len(METHODS) - 1
     assert "Left out after 540 s: called rounds, 1 nodes; " in capsys.readouterr().out
-
-
-def test_tau_changes_in_place() -> None:
-    """Captured drafts go on with another τ, and nothing is made again."""
-    target, head, inputs = counting(5.0)
-    made = hf_dart.compile(target, head, backend=None)
-    place, tiers, taus = head.get_buffer("_right").data_ptr(), [], []
-    for tau in (5.0, 2.0):
-        head.aim(tau)
-        target.generate(**inputs, assistant=head, do_sample=False, max_new_tokens=40)
-        taus.append(head.last_stats.tau)
-        tiers.append(made.tiers)
-    assert head.get_buffer("_right").data_ptr() == place
-    assert tiers[0] == tiers[1]
-    assert taus[0] > 2 * taus[1] > 3
 
 
 def test_what_a_forward_reads() -> None:

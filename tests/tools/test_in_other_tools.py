@@ -135,42 +135,6 @@ def test_gradio(pair: Pair, address: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own use of transformers
-def test_trl(names: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("trl")
-    from datasets import Dataset
-
-    names["prompts"] = Dataset.from_dict({"prompt": PROMPTS})
-    names["tokenizer"].pad_token = names["tokenizer"].eos_token
-    small = {
-        '"runs/policy"': repr(str(tmp_path)),
-        "max_steps=100": "max_steps=2, report_to='none', per_device_train_batch_size=4, num_generations=4, "
-        "learning_rate=1e-3, temperature=0.5, seed=1, use_cpu=not torch.cuda.is_available(), bf16=False",
-        "max_completion_length=256": "max_completion_length=16",
-    }
-
-    def written() -> list[str]:
-        texts: list[str] = []
-
-        def reward(completions: list[str], **known: Any) -> list[float]:
-            texts.extend(completions)
-            return [float(len(text)) for text in completions]
-
-        torch.manual_seed(1)
-        with torch.enable_grad():  # lighteval turns gradients off for the whole process
-            run(snippet("TRL"), {**names, "reward": reward, "torch": torch}, **small)
-        return texts
-
-    weights = {name: tensor.clone() for name, tensor in names["model"].state_dict().items()}
-    found = written()
-    assert drafted(names)
-    detach(names["model"])
-    names["model"].load_state_dict(weights)
-    assert found == written()
-    assert not drafted(names)
-    assert len(found) == 8
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
 def test_trl_at_its_defaults(names: dict[str, Any], tmp_path: Path, trainer: str) -> None:
     """Weights in float32 under bfloat16 autocast: each rollout beside stock's own, near-ties of the target counted."""
