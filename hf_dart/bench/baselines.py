@@ -10,7 +10,6 @@ from torch import nn
 from transformers import CompileConfig
 
 from hf_dart.bench.pair import Pair, shown_name
-from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.engine import compile
 from hf_dart.errors import UserError, as_user_error
@@ -91,18 +90,8 @@ def takes(options: dict[str, Any], batch: int, mode: dict[str, Any]) -> bool:
     return batch == 1 or "assistant_model" not in options
 
 
-def claims_same_text(options: dict[str, Any], sampled: bool) -> bool:
-    """Return True if the text has to be stock's: assisted sampling draws other numbers, and writes other text."""
-    return not (sampled and "assistant_model" in options)
-
-
 def parameters(methods: dict[str, dict[str, Any]]) -> dict[str, int]:
     """Count the parameters that each method adds to the target's."""
     models = {name: options.get("assistant", options.get("assistant_model")) for name, options in methods.items()}
     found = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
     return {name: sum(weight.numel() for weight in model.parameters()) for name, model in found.items()}
-
-
-def is_ours(options: dict[str, Any]) -> bool:
-    """Return True if a drafter of ours takes part."""
-    return isinstance(options.get("assistant"), Drafter)

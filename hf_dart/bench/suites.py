@@ -48,23 +48,17 @@ def open_suite(name: str, tokenizer: Any, count: int, most: int | None = None) -
 
 
 def _rows(name: str) -> Iterator[Any]:
-    if name in PACKAGED:
-        return _json_lines(_FOLDER / f"{name}.jsonl")
-    return _json_lines(Path(name)) if name.endswith(".jsonl") else _documents(name)
-
-
-def _documents(name: str) -> Iterator[Any]:
+    file = _FOLDER / f"{name}.jsonl" if name in PACKAGED else Path(name)
+    if file.suffix == ".jsonl":
+        for number, line in enumerate(read_text(file, "the suite ").splitlines(), start=1):
+            if line.strip():
+                with as_user_error(ValueError, RecursionError, about=f"Line {number} of {str(file)!r} is not JSON"):
+                    yield json.loads(line)
+        return
     from hf_dart.training.data.documents import open_source
 
     with as_user_error(about=f"Cannot read the suite {name!r}"):
         yield from open_source([name], split="test", streaming=True).documents
-
-
-def _json_lines(file: Path) -> Iterator[Any]:
-    for number, line in enumerate(read_text(file, "the suite ").splitlines(), start=1):
-        if line.strip():
-            with as_user_error(ValueError, RecursionError, about=f"Line {number} of {str(file)!r} is not JSON"):
-                yield json.loads(line)
 
 
 def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
