@@ -15,8 +15,6 @@ import torch
 from peft import LoraConfig
 from support.tiny import (
     prompts,
-    tiny_diffusion_drafter,
-    tiny_eagle_drafter,
     tiny_head,
     tiny_target,
 )
@@ -106,18 +104,6 @@ def test_a_saved_folder_drafts_in_a_fresh_process_without_the_network(tmp_path: 
         assert same
         assert tau > 1.3
     assert len(done.stdout.splitlines()) == len(folders)
-
-
-@pytest.mark.parametrize("made", [tiny_head, tiny_diffusion_drafter, tiny_eagle_drafter])
-def test_a_folder_of_every_kind(made: Any, tmp_path: Path) -> None:
-    target = tiny_target("llama")
-    made(target).save_pretrained(tmp_path)
-    detach(target)
-    options = {**prompts([7, 4]), "return_dict_in_generate": True}
-    stock = seeded(target, **options)
-    ours = seeded(target, **options, custom_generate=str(tmp_path), trust_remote_code=True)
-    assert torch.equal(ours.sequences, stock.sequences)
-    assert ours.draft_stats.accepted > 0
 
 
 def test_folders_of_one_name_and_folders_that_are_saved_again(tmp_path: Path) -> None:

@@ -8,24 +8,9 @@ from typing import Any
 import pytest
 from huggingface_hub import HfApi, constants
 from support.hub import Hub, log_in
-from support.hub import alice as alice
-from support.hub import hub as hub
-from support.tiny import tiny_head, tiny_target
+from support.tiny import tiny_head
 
 from hf_dart import DartHead
-
-# The client hands httpx the bytes of an upload by an old name.
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return tiny_target("llama")
-
-
-@pytest.fixture(scope="module")
-def head(target: Any) -> DartHead:
-    return tiny_head(target)
 
 
 def test_the_cache_serves_offline(alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:

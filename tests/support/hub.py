@@ -11,7 +11,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -320,23 +319,12 @@ def card_errors(front_matter: str) -> list[str]:
     return errors
 
 
-@contextmanager
-def running_hub() -> Iterator[Hub]:
-    """A Hub that serves until the block ends."""
-    with Hub() as hub:
-        thread = Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield hub
-        finally:
-            hub.shutdown()
-            thread.join()
-
-
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """A running Hub that this process' client takes for the real one; nobody is logged in, nothing is cached."""
-    with running_hub() as server:
+    with Hub() as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -353,6 +341,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         close_session()  # the next one takes the environment above
         yield server
         close_session()
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture
