@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,16 +71,19 @@ def write(folder: Path) -> None:
         features = gather_features(outputs, drafter.feature_layers, tokens[:, :-1])
         allowed = torch.arange(48) if drafter.draft_vocabulary is None else drafter.draft_vocabulary
         drafts = [after(drafter, features, tokens[0], text, allowed) for text in range(1, tokens.shape[1] - DEPTH)]
-        save_file(
-            {
-                "features": gather_features(outputs, taps, tokens[:, :-1])[0],
-                "tokens": tokens[0, 1:].clone(),
-                "embeddings": target.get_input_embeddings().weight.detach().clone(),
-                "lm_head": target.lm_head.weight.detach().clone(),
-                "logits": torch.stack(drafts),
-            },
-            place / "reference.safetensors",
-        )
+        keep(place, target, gather_features(outputs, taps, tokens[:, :-1])[0], tokens[0, 1:], drafts)
+
+
+def keep(place: Path, target: Any, features: Tensor, tokens: Tensor, drafts: list[Tensor]) -> None:
+    """Write what an original is given of a target, and what hf_dart computes of it."""
+    given = {
+        "features": features,
+        "tokens": tokens,
+        "embeddings": target.get_input_embeddings().weight,
+        "lm_head": target.lm_head.weight,
+        "logits": torch.stack(drafts),
+    }
+    save_file({name: one.detach().clone().contiguous() for name, one in given.items()}, place / "reference.safetensors")
 
 
 def write_relatives(folder: Path, target: Any) -> None:
@@ -96,16 +100,7 @@ def write_relatives(folder: Path, target: Any) -> None:
         outputs = target(tokens, **features_request(drafter.feature_layers))
         features = gather_features(outputs, drafter.feature_layers, tokens)
         drafts = [pairs_after(drafter, features, tokens[0], text) for text in range(1, tokens.shape[1] - 5)]
-        save_file(
-            {
-                "features": features[0],
-                "tokens": tokens[0].clone(),
-                "embeddings": target.get_input_embeddings().weight.detach().clone(),
-                "lm_head": target.lm_head.weight.detach().clone(),
-                "logits": torch.stack(drafts),
-            },
-            place / "reference.safetensors",
-        )
+        keep(place, target, features[0], tokens[0], drafts)
 
 
 def write_mtp(place: Path) -> None:
@@ -144,16 +139,7 @@ def write_mtp(place: Path) -> None:
     for text in range(1, tokens.shape[1] - 1):
         last = (states[:, :text], tokens[:, 1 : text + 1], torch.tensor([text]))
         drafts.append(drafter.log_chances(drafter.read_last(drafter.begin(1, 4), *last))[0])
-    save_file(
-        {
-            "features": states[0].contiguous(),
-            "tokens": tokens[0].clone(),
-            "embeddings": target.get_input_embeddings().weight.detach().clone(),
-            "lm_head": target.lm_head.weight.detach().clone(),
-            "logits": torch.stack(drafts),
-        },
-        place / "reference.safetensors",
-    )
+    keep(place, target, states[0], tokens[0], drafts)
 
 
 def pairs_after(drafter: Any, features: Tensor, tokens: Tensor, text: int) -> Tensor:
@@ -258,24 +244,13 @@ def speculators_peagle(folder: Path, reference: dict[str, Tensor]) -> Tensor:
     return found
 
 
-def safeailab_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
-    from eagle.model.cnets import Model
-
-    return safeailab(Model, folder, reference)
-
-
-def safeailab_eagle1(folder: Path, reference: dict[str, Tensor]) -> Tensor:
-    from eagle.model.cnets1 import Model
-
-    return safeailab(Model, folder, reference)
-
-
-def safeailab(kind: Any, folder: Path, reference: dict[str, Tensor]) -> Tensor:
+def safeailab(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+    joined = folder.parent.name == "joined"
+    kind = import_module("eagle.model.cnets1" if joined else "eagle.model.cnets").Model
     defaults = {"pretraining_tp": 1, "rope_scaling": None, "pad_token_id": 0}
     config = SimpleNamespace(**{**defaults, **json.loads((folder / "config.json").read_text())})
     pickle = folder / "pytorch_model.bin"
     weights = torch.load(pickle, weights_only=True) if pickle.exists() else load_file(folder / "model.safetensors")
-    joined = "cnets1" in kind.__module__
     model = (kind(config, bias="fc.bias" in weights) if joined else kind(config)).eval()
     weights = {"embed_tokens.weight": reference["embeddings"], **weights}
     missing, unknown = model.load_state_dict(weights, strict=False)
@@ -414,8 +389,8 @@ ORIGINALS: dict[str, list[Original]] = {
     "dflash": [("relatives", lambda name: name.startswith("DFlash"), zlab)],
     "jetspec": [("relatives", lambda name: name == "JetSpec", jetspec)],
     "eagle": [
-        ("eagle3", lambda name: name in _SAFEAILAB, safeailab_eagle3),
-        ("joined", lambda name: True, safeailab_eagle1),
+        ("eagle3", lambda name: name in _SAFEAILAB, safeailab),
+        ("joined", lambda name: True, safeailab),
     ],
 }
 
