@@ -15,16 +15,13 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
-from transformers.utils import cached_file
 
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import head_config, weight_files
-from hf_dart.hub.failures import hub_errors
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of
 from hf_dart.models.features import lm_head_of
@@ -124,20 +121,11 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
         from transformers.modeling_layers import MtpModel
     except ImportError as error:
         raise ValueError("This transformers has no multi-token prediction modules; install a newer one.") from error
-    folder = _folder(path, **where)
-    missing = f"{path} holds no weights (model.safetensors); give the checkpoint of the target."
-    shapes = weight_shapes(weight_files(path, missing, **where), path)  # all headers, before anything is read
     content, _ = head_config(path, **where)
-    view = _WithModules(target, folder, shapes, is_speculators(content))
+    files = weight_files(path, f"{path} holds no weights (model.safetensors); give the target's checkpoint.", **where)
+    shapes = weight_shapes(files, path)  # all headers, before anything is read
+    view = _WithModules(target, str(files[0].parent), shapes, is_speculators(content))
     remedy = "many checkpoints are published without theirs, so give one that has it, of this target"
     with refused(f"The multi-token prediction module in {path}", remedy):
         module = MtpModel.from_pretrained(view, device_map={"": device_of(lm_head_of(target))})
     return module.eval().requires_grad_(False)
-
-
-def _folder(path: str, **where: Any) -> str:
-    """Return the local folder of a checkpoint's files."""
-    if Path(path).is_dir():
-        return path
-    with hub_errors(path, **{name: where.get(name) for name in ("token", "revision")}):
-        return str(Path(cached_file(path, "config.json", **where)).parent)
