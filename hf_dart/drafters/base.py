@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters import hooks
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import DRAFT_COST
@@ -231,13 +232,22 @@ class Drafter(_Plain, ABC, Generic[State]):
             counts: [B] how many of the A entries of a row are real; the rest is padding, and the longest row has none.
         """
 
+    @property
+    def runs_in(self) -> tuple[torch.device, torch.dtype] | None:
+        """Device and dtype of what it keeps in a `SlotCache`; None for drafters whose state is another."""
+        return None
+
     def resume(self, state: State, pending: list[Verified], lengths: Tensor) -> bool:
         """Go on with a state of an earlier call: take in what it lacks, then drop what follows `lengths` [B].
 
         Returns:
             Whether the state now holds `lengths` positions per row; a new one is begun otherwise.
         """
-        return False
+        if self.runs_in is None or not isinstance(state, SlotCache) or not state.writable(*self.runs_in):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        return state.cut(lengths)
 
     @abstractmethod
     def propose(

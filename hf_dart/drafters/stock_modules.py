@@ -10,7 +10,6 @@ from abc import abstractmethod
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -18,7 +17,6 @@ from transformers.cache_utils import DynamicCache
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS
 from hf_dart.drafters import hooks
-from hf_dart.drafters.base import Verified
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.cost import relative_cost
 from hf_dart.models.verify import MaskKind, mask_kinds
@@ -68,11 +66,6 @@ class StockDrafter(BeamDrafter[ModuleCache]):
     def draft_length(self) -> int:
         return self._draft_length
 
-    @property
-    @abstractmethod
-    def runs_in(self) -> tuple[torch.device, torch.dtype]:
-        """Return the device of the modules, and the dtype of their keys and values."""
-
     @abstractmethod
     def weights_read(self) -> list[int]:
         """Return the sizes of the weights that a pass reads."""
@@ -92,13 +85,6 @@ class StockDrafter(BeamDrafter[ModuleCache]):
 
     def begin(self, batch_size: int, capacity: int) -> ModuleCache:
         return ModuleCache.of_layers(self._layers, batch_size, capacity + self.beam * self.draft_length)
-
-    def resume(self, state: ModuleCache, pending: list[Verified], lengths: Tensor) -> bool:
-        if not state.writable(*self.runs_in):
-            return False
-        for verified in pending:
-            self.extend(state, *verified)
-        return state.cut(lengths)
 
 
 def attention_kinds(model: PreTrainedModel) -> tuple[int, list[MaskKind]]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import hooks
-from hf_dart.drafters.base import Drafter, Verified
+from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import check_compatible, unwrapped
 from hf_dart.drafters.cost import relative_cost, sizes
 from hf_dart.drafters.registry import registered
@@ -172,9 +172,8 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
     # ---- drafting -----------------------------------------------------------------------------------
 
     @property
-    def slot_spec(self) -> SlotSpec:
-        """Heads, width, dtype and device of the buffers of keys and values that `begin` makes."""
-        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
+    def runs_in(self) -> tuple[torch.device, torch.dtype]:
+        return self.device, self.dtype
 
     @property
     def cache_buffers(self) -> int:
@@ -182,15 +181,8 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         return 2 * self.config.num_layers
 
     def begin(self, batch_size: int, capacity: int) -> SlotCache:
-        return SlotCache.begin(self.slot_spec, self.cache_buffers, batch_size, capacity + self.draft_length)
-
-    def resume(self, state: SlotCache, pending: list[Verified], lengths: Tensor) -> bool:
-        spec = self.slot_spec
-        if not state.writable(spec.device, spec.dtype):
-            return False
-        for verified in pending:
-            self.extend(state, *verified)
-        return state.cut(lengths)
+        spec = SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
+        return SlotCache.begin(spec, self.cache_buffers, batch_size, capacity + self.draft_length)
 
     def passes(self, depth: int) -> int:
         """Return the number of passes of the network for a draft of `depth` tokens."""

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers.utils import cached_file
 
-from hf_dart.errors import head_inside, missing_folder
+from hf_dart.errors import head_inside, missing_folder, refuse_unknown
 from hf_dart.hub.checkpoint import read_json, weight_shapes
 from hf_dart.hub.failures import hub_errors
 
@@ -21,6 +21,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 """The file that makes a folder that of an adapter."""
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 """Options of `from_pretrained` that say where on the Hub a file lies."""
+_WITHOUT_USE = ("attn_implementation", "device_map", "trust_remote_code")  # to drafters of other projects
 
 
 # Fields that transformers writes into every config, and others that say nothing about a drafter.
@@ -100,9 +101,11 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
         The config, empty for a folder without one, and None as the commit of a folder.
 
     Raises:
+        TypeError: an option is unknown.
         ValueError: there is no such folder, or the file is not one JSON object with every name once.
         OSError: the Hub does not give it.
     """
+    refuse_unknown(where, (*HUB_OPTIONS, *_WITHOUT_USE), "Loading a drafter takes no option")
     if missing_folder(path):
         raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
     with hub_errors(path, token=where.get("token"), revision=where.get("revision")):

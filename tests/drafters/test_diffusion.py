@@ -229,13 +229,3 @@ def test_files_of_another_kind_of_drafter(target: Any, tmp_path: Path) -> None:
 def test_config_says_what_is_wrong(target: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(fields))}.*\\.$"):
         DiffusionConfig.for_target(target, **{"draft_length": 5, **fields})
-
-
-@pytest.mark.parametrize(("name", "value"), [("denoise_steps", 0), ("unmasking", "random")])
-def test_steps_are_checked_where_they_are_used(target: Any, name: str, value: Any) -> None:
-    drafter = tiny_diffusion_drafter(target)
-    setattr(drafter, name, value)
-    with pytest.raises(ValueError, match="denoise_steps; give 'confidence' or"):
-        target.generate(**prompts([7]), **GREEDY, assistant=drafter)
-    setattr(drafter, name, getattr(drafter.config, name))
-    assert_identical(target, drafter, prompts([7]), **GREEDY)

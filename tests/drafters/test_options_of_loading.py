@@ -85,6 +85,8 @@ def test_a_published_dflash_drafter(tmp_path: Path) -> None:
     for dtype, found in wanted.items():
         drafter = DFlashDrafter.from_pretrained(path, target=target, dtype=dtype)
         assert next(drafter.parameters()).dtype == found
+    with pytest.raises(TypeError, match="no option 'revison'; did you mean 'revision'"):
+        DFlashDrafter.from_pretrained(path, target=target, revison="main")
     pair = Pair(target, tiny_head(target), None, "target", "head")
     assert "hf_dart, published" in methods(pair, (), drafters=[drafter])
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.base_config import DrafterConfig
+from hf_dart.errors import check_fields
 
 UNMASKING = ("confidence", "left_to_right")
 
@@ -46,11 +47,8 @@ class DiffusionConfig(DrafterConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        for name in ("denoise_steps", "num_layers", "lm_head_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more.")
-        if self.unmasking not in UNMASKING:
-            raise ValueError(f"unmasking is {self.unmasking!r}; give 'confidence' or 'left_to_right'.")
+        least = dict.fromkeys(("denoise_steps", "num_layers", "lm_head_size"), 1)
+        check_fields(self, least=least, choices={"unmasking": UNMASKING})
         if self.context_window <= self.draft_length:
             raise ValueError(
                 f"context_window ({self.context_window}) must be larger than draft_length ({self.draft_length}), or "

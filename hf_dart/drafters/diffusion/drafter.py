@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Proposal, Verified
-from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
+from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
 from hf_dart.drafters.layers import memory, rotation_at, take
 from hf_dart.drafters.registry import register
@@ -96,11 +96,6 @@ class DiffusionDrafter(DiffusionModel):
 
         A slot's logits are those of the step that revealed it, or of the last step.
         """
-        if self.unmasking not in UNMASKING or self.denoise_steps < 1:
-            raise ValueError(
-                f"unmasking is {self.unmasking!r} with {self.denoise_steps} denoise_steps; give 'confidence' or "
-                "'left_to_right', and 1 or more."
-            )
         features, next_tokens, counts = self.read_ahead(state, Verified(features, next_tokens, counts))
         batch, known = next_tokens.shape
         # Slots attend to each other in both directions: a shorter block is not the beginning of the trained one.
