@@ -12,7 +12,7 @@ import pytest
 import torch
 from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
-from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from support.tiny import WINDOW, prompts, tiny_head, tiny_target
 from support.users import TOKENIZER
 from transformers import (
     DynamicCache,
@@ -81,20 +81,7 @@ def test_padded_eager_in_fp32(family: str) -> None:
         )
 
 
-# ---- lengths and ends -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "length", [{"max_new_tokens": 1}, {"max_new_tokens": 2}, {"max_new_tokens": 3}, {"max_length": 15}], ids=str
-)
-def test_short_lengths(llama: tuple[Any, Any], length: dict[str, int]) -> None:
-    target, head = llama
-    for size, modes in ((1, ("greedy", "T=1")), (4, ("top-p, penalty", "several EOS"))):
-        inputs, misses = batch(size, "sdpa"), [0.0, 0.5, 0.0, 1.0][:size]
-        for mode in modes:
-            options = {**MODES[mode], **length}
-            assert_identical(target, head, inputs, **options)
-            assert_identical(target, replay(target, inputs, misses=misses, **options), inputs, **options)
+# ---- the end of a table -----------------------------------------------------------------------------------
 
 
 def test_up_to_the_end_of_the_position_table() -> None:
@@ -140,31 +127,6 @@ def test_text_streamers(llama: tuple[Any, Any], capsys: pytest.CaptureFixture[st
 # ---- trees and heads --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        TreeConfig(nodes=1),
-        TreeConfig(nodes=2),
-        TreeConfig.chain(3),
-        TreeConfig.chain(31),
-        TreeConfig(nodes=3, top_k=2, beam=1),
-        TreeConfig(nodes=60, top_k=VOCABULARY, beam=40),
-        TreeConfig(nodes=200, top_k=100, beam=200),
-        TreeConfig(nodes=16, depth=1),
-        TreeConfig(nodes=16, depth=2, beam=1),
-        TreeConfig(nodes=8, shared_noise=False),
-        TreeConfig(nodes=40, shared_noise=False, top_k=3),
-        TreeConfig(nodes=8, lookup=0),
-        TreeConfig(nodes=40, lookup=100),
-    ],
-    ids=str,
-)
-def test_every_tree_gives_the_same_text(llama: tuple[Any, Any], tree: TreeConfig) -> None:
-    target, head = llama
-    for size, mode in ((1, "greedy"), (4, "T=1"), (4, "several EOS")):
-        assert_identical(target, head, batch(size, "sdpa"), max_new_tokens=18, tree_config=tree, **MODES[mode])
-
-
 def test_larger_trees_accept_more(llama: tuple[Any, Any]) -> None:
     target, head = llama
     taus = []
@@ -176,14 +138,6 @@ def test_larger_trees_accept_more(llama: tuple[Any, Any]) -> None:
         taus.append(total.mean_tau)
     assert taus[0] == 1.0
     assert taus[0] < taus[1] < taus[2]
-
-
-@pytest.mark.parametrize(("layers", "draft_length"), [([0], 1), ([2], 31), ([0, 1, 2], 2)])
-def test_heads_of_every_shape(layers: list[int], draft_length: int) -> None:
-    target = tiny_target("qwen3")
-    head = tiny_head(target, feature_layers=layers, draft_length=draft_length, num_layers=2)
-    for size in (1, 4):
-        assert_identical(target, head, batch(size, "sdpa"), **SAMPLED, into=EXACT)
 
 
 # ---- the noise queue --------------------------------------------------------------------------------------

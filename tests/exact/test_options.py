@@ -80,6 +80,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "length": {
         "new tokens": NEW,
+        "one": {"max_new_tokens": 1},
         "in all": {"max_length": 31},
         "at least": {**NEW, "min_new_tokens": 12},
         "at least in all": {"max_length": 31, "min_length": 19},
@@ -95,6 +96,21 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "asked in vain": {"output_scores": True, "output_hidden_states": True},
     },
 }
+TREES = [
+    None,
+    TreeConfig(nodes=1),
+    TreeConfig(nodes=2),
+    TreeConfig.chain(3),
+    TreeConfig.chain(31),
+    TreeConfig(nodes=3, top_k=2, beam=1),
+    TreeConfig(nodes=60, top_k=VOCABULARY, beam=40),
+    TreeConfig(nodes=200, top_k=100, beam=200),
+    TreeConfig(nodes=16, depth=1),
+    TreeConfig(nodes=40, shared_noise=False, top_k=3),
+    TreeConfig(nodes=8, lookup=0),
+    TreeConfig(nodes=40, lookup=100),
+]
+KINDS = ["head", "head of 31 tokens", "replay", "eagle", "diffusion", "lookup"]
 # Per factor: level -> fields of a case, as `support.drawn` draws them; options are added to those above.
 CALLS: dict[str, dict[str, dict[str, Any]]] = {
     "target": {name: {"target": name} for name in ("llama", "gemma3", "deepseek_v3", "gpt2")},
@@ -132,7 +148,8 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "streamer": {"none": {}, "one": {"streamer": "records"}},
     "route": {name: {"route": name} for name in ("keywords", "config and keywords", "custom_generate")},
-    "drafter": {kind: {"drafter": kind} for kind in ("head", "replay", "eagle", "diffusion", "lookup")},
+    "drafter": {kind: {"drafter": kind} for kind in KINDS},
+    "tree": {str(tree): {"tree": tree} for tree in TREES},
     "executor": {"called": {}, "captured": {"captured": True}},
 }
 FACTORS = {name: list(levels) for name, levels in {**OPTIONS, **CALLS}.items()}
@@ -185,7 +202,7 @@ def test_every_two_levels(seed: int) -> None:
     assert not failures, "\n".join([*failures, str(tallies)])
     assert tallies.kinds["same"] > 0.8 * len(cases), tallies
     assert tallies.kinds["captured"] > 0.1 * len(cases), tallies
-    assert sum(tau > 1.3 for tau in tallies.taus) > len(cases) / 4, tallies
+    assert sum(tau > 1.3 for tau in tallies.taus) > len(cases) / 6, tallies
 
 
 @pytest.fixture(scope="module")
@@ -398,20 +415,6 @@ def test_drafts_go_on_behind_a_table_that_has_no_hard_end() -> None:
 # ---- what drafters read -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [tiny_head, tiny_diffusion_drafter])
-def test_padding_in_front_of_one_row_costs_no_drafts(make: Any) -> None:
-    model = tiny_target("llama")
-    drafter = make(model)
-    ids = prompts([9])["input_ids"]
-    accepted = []
-    for given in (ids, torch.nn.functional.pad(ids, (5, 0))):
-        mask = (torch.arange(given.shape[1]) >= given.shape[1] - 9).long()[None]
-        model.generate(given, attention_mask=mask, assistant=drafter, do_sample=False, max_new_tokens=32)
-        accepted.append(drafter.last_stats.accepted_per_depth)
-    assert sum(accepted[0]) > 0
-    assert accepted[1] == accepted[0]
-
-
 def test_inference_mode_leaves_nothing_behind() -> None:
     """Neither tensors that no gradient goes through, nor refusals of weights that were made in it."""
     fields: dict[str, Any] = {"selector_rank": 4, "draft_vocabulary": range(0, VOCABULARY, 2)}
@@ -437,24 +440,15 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     ],
     ids=["head", "bidirectional", "eagle", "diffusion"],
 )
-def test_a_prompt_is_fed_in_pieces(make: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that masks of a long one are not quadratic; what the drafter holds is the same."""
-    drafter, inputs = make(tiny_target("llama"), **fields), prompts([23, 9, 16])
-    prompt, pads = inputs["input_ids"], (inputs["attention_mask"] == 0).sum(1).tolist()
-    features = torch.randn(3, 23, 32 * len(drafter.feature_layers), dtype=torch.float64)
-    widths: list[int] = []
-    extend = type(drafter).extend
-    monkeypatch.setattr(
-        type(drafter), "extend", lambda self, *given: (widths.append(given[2].shape[1]), extend(self, *given))
-    )
-    states = [drafter.begin(3, 40) for _ in range(2)]
-    for size, state in zip((2048, 5), states, strict=True):
-        monkeypatch.setattr(feed, "AT_ONCE", size)
-        with torch.no_grad():
-            feed.PromptFeed(drafter, state, prompt, pads)(features)
-    assert widths == [22, 5, 5, 5, 5, 2]
-    assert torch.equal(*(state.lengths for state in states))
-    for index in range(len(states[0].store.specs)):
-        for row, length in enumerate(states[0].counted.tolist()):
-            left, right = (state.store.buffer(index)[row, :, :length] for state in states)
-            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+def test_however_a_prompt_is_fed(make: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding in front of it costs no drafts, nor do the pieces of a long one, whose masks are not quadratic."""
+    target, ids = attach(tiny_target("llama")), prompts([23])["input_ids"]
+    drafter, committed = make(target, **fields), []
+    for pads, at_once in ((0, 2048), (5, 2048), (0, 5)):
+        monkeypatch.setattr(feed, "AT_ONCE", at_once)
+        inputs = {"input_ids": torch.nn.functional.pad(ids, (pads, 0))}
+        inputs["attention_mask"] = (torch.arange(pads + 23) >= pads).long()[None]
+        run(target, inputs, 0, assistant=drafter, do_sample=False, max_new_tokens=40)
+        committed.append(drafter.last_stats.committed)
+    assert max(map(max, committed[0])) > 1
+    assert committed[0] == committed[1] == committed[2]

@@ -222,6 +222,7 @@ def drafted_by(case: dict[str, Any], stock: Run, pads: list[int], turn: int) -> 
     if not case["drafted turns"][turn]:
         return None, {}
     pair = case["target"], case["attention"], case["weights"]
+    tree = {} if case["tree"] is None else {"tree_config": case["tree"]}
     if case["drafter"] in ("replay", "hostile") and stock.error is None:
         drafter: Any = replay(case, stock.sequences, pads, turn)
     else:
@@ -229,9 +230,8 @@ def drafted_by(case: dict[str, Any], stock: Run, pads: list[int], turn: int) -> 
         drafter = drawn.made_drafter(*pair, "head" if kind in ("replay", "hostile") else kind)
     if case["route"] == "custom_generate" and not case["streamer"] and "stop_strings" not in case["options"]:
         # transformers keeps this from a callable, so that it cannot be refused.
-        return drafter, {"custom_generate": drafter.generate} if "synced_gpus" not in case["arguments"] else {}
-    drafting = {"assistant": drafter, "trace": case["trace"]}
-    return drafter, drafting if case["tree"] is None else {**drafting, "tree_config": case["tree"]}
+        return drafter, {"custom_generate": drafter.generate, **tree} if "synced_gpus" not in case["arguments"] else {}
+    return drafter, {"assistant": drafter, "trace": case["trace"], **tree}
 
 
 def caches(case: dict[str, Any], target: Any) -> list[Any]:

@@ -48,6 +48,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "head": {},
     "head of two layers": {"num_layers": 2, "feature_layers": [0, 2]},
     "head of one token": {"draft_length": 1},
+    "head of 31 tokens": {"draft_length": 31, "feature_layers": [2], "num_layers": 2},
     "bidirectional head": {"block_attention": "bidirectional", "num_layers": 2},
     "head with injected features": {"inject_features": True},
     "head that shifts nothing": {"shift_logits": False},
