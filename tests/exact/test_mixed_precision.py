@@ -16,13 +16,13 @@ import torch
 from accelerate.utils import convert_outputs_to_fp32
 from support import tiny
 from support.cases import GREEDY, SAMPLED, batch, replay
-from support.compare import tally
+from support.compare import assert_identical_up_to_near_ties, tally
 from support.families import needs_running_states
 from support.tiny import tiny_eagle_drafter, tiny_head, tiny_target
 from transformers import LlamaForCausalLM
 
 from hf_dart import LanguageModelDrafter, attach
-from hf_dart.bench.exact import differences, run, tolerance
+from hf_dart.bench.exact import tolerance
 from hf_dart.models.running_states.families import AtOnce
 from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.trial import check_verification
@@ -47,17 +47,6 @@ PLACES = pytest.mark.parametrize("place", [around, within])
 Place = Callable[[Any], AbstractContextManager[Any]]
 
 
-def same_up_to_near_ties(target: Any, drafter: Any, inputs: dict[str, Any], options: dict[str, Any], label: str) -> Any:
-    stock, ours = run(target, inputs, options), run(target, inputs, {**options, "assistant": drafter})
-    found = [one for one in differences(stock, ours) if one is not None]
-    assert all(one.near_tie for one in found), found
-    assert found or torch.equal(stock.sequences, ours.sequences)
-    assert found or torch.equal(stock.generator, ours.generator)
-    UP_TO_NEAR_TIES.add(ours.stats)
-    UP_TO_NEAR_TIES.near_ties += [f"{label}: token {one.position}, {one.gap / one.ulp:.2g} ulp" for one in found]
-    return ours.stats
-
-
 @pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize(("family", "size"), [("qwen3", 1), ("gemma3", 4), HYBRID])
 @PLACES
@@ -67,8 +56,9 @@ def test_modes(place: Place, family: str, size: int) -> None:
     with place(target):
         for name, options in (("greedy", GREEDY), ("T=1", SAMPLED)):
             known = replay(target, inputs, misses=[0.1, 0.4, 0.3, 0.5][:size], **options)
-            stats = same_up_to_near_ties(target, known, inputs, options, f"{place.__name__}, {family}, {name}, {size}")
-            assert stats.tau > 1.3
+            label = f"{place.__name__}, {family}, {name}, {size}"
+            assert_identical_up_to_near_ties(target, known, inputs, into=UP_TO_NEAR_TIES, label=label, **options)
+            assert known.last_stats.tau > 1.3
 
 
 def language_model(target: Any) -> LanguageModelDrafter:
@@ -83,8 +73,9 @@ def test_drafters(place: Place, make: Callable[[Any], Any]) -> None:
     with place(target), place(drafter.model) if make is language_model else nullcontext():
         for size, mode in ((1, GREEDY), (4, SAMPLED if make is language_model else GREEDY)):
             label = f"{place.__name__}, {type(drafter).__name__}, {size}"
-            stats = same_up_to_near_ties(target, drafter, batch(size, "sdpa"), mode, label)
-            assert stats.tau > 1.1 or make is language_model
+            inputs = batch(size, "sdpa")
+            assert_identical_up_to_near_ties(target, drafter, inputs, into=UP_TO_NEAR_TIES, label=label, **mode)
+            assert drafter.last_stats.tau > 1.1 or make is language_model
 
 
 @PLACES

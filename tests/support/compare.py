@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dart.bench import exact
 from hf_dart.decoding.stats import DraftStats
-
-NEAR_TIE = 1e-5
 
 
 @dataclass
@@ -111,51 +110,23 @@ def same(ours: Run, stock: Run) -> None:
 def assert_identical_up_to_near_ties(
     model: Any, drafter: Any, inputs: dict[str, Any], *, seed: int = 0, into: Tally, label: str, **options: Any
 ) -> None:
-    """For fp32: where a row differs first, stock's own two best tokens must lie within `NEAR_TIE`."""
+    """For 32 bits and less: where a row differs first, stock's own choice must be a near-tie (`bench.exact`)."""
     drafting = {name: options.pop(name) for name in ("tree_config", "refine") if name in options}
     stock = run(model, inputs, seed, **options)
     ours = run(model, inputs, seed, assistant=drafter, **drafting, **options)
+    found = parted(model, inputs, seed, options, stock, ours)
+    assert all(one.near_tie for one in found), f"{label}: {found}"
+    assert found or torch.equal(ours.state, stock.state), "the generator is not where stock leaves it"
     into.add(drafter.last_stats)
-    start = inputs["input_ids"].shape[1]
-    split = first_difference(stock.sequences, ours.sequences)
-    if split is None:
-        assert torch.equal(ours.state, stock.state), "the generator is not where stock leaves it"
-        return
-    # After one row's near-tie the length of the whole batch may change too, so only what comes first counts.
-    row, position = split
-    gap = top2_gap(model, inputs, seed, row, position - start, **options)
-    assert gap < NEAR_TIE, (
-        f"{label}: row {row} differs at generated token {position - start}, where stock's own gap is {gap:.2g}"
-    )
-    into.near_ties.append(f"{label}: row {row}, token {position - start}, gap {gap:.1e}")
+    into.near_ties += [f"{label}: token {one.position}, gap {one.gap:.1e}" for one in found]
 
 
-def first_difference(left: Tensor, right: Tensor) -> tuple[int, int] | None:
-    """(row, column) of the first column in which two batches of ids differ."""
-    width = min(left.shape[1], right.shape[1])
-    differs = left[:, :width] != right[:, :width]
-    if not differs.any():
-        return None if left.shape == right.shape else (0, width)
-    column = int(differs.any(0).nonzero()[0])
-    return int(differs[:, column].nonzero()[0]), column
-
-
-def top2_gap(model: Any, inputs: dict[str, Any], seed: int, row: int, position: int, **options: Any) -> float:
-    """How far stock's choice at a generated position was from its second best.
-
-    In its processed logits when greedy; in log(p / E) when sampling, E being the Exp(1) noise that
-    `torch.multinomial` drew for that position.
-    """
-    options = {name: value for name, value in options.items() if name != "streamer"}
-    told = run(model, inputs, seed, **options, return_dict_in_generate=True, output_scores=True)
-    scores = told.output.scores[position].float()
-    if options.get("do_sample"):
-        torch.manual_seed(seed)
-        for _ in range(position + 1):
-            noise = torch.empty_like(scores).exponential_(1)
-        scores = scores.log_softmax(-1) - noise.log()
-    best = scores[row].topk(2).values
-    return float(best[0] - best[1])
+def parted(
+    model: Any, inputs: dict[str, Any], seed: int, options: dict[str, Any], stock: Run, ours: Run
+) -> list[exact.Difference]:
+    """Where rows differ first from stock's."""
+    runs = (exact.Run(model, inputs, options, seed, one.sequences, 0.0, one.state, None) for one in (stock, ours))
+    return [one for one in exact.differences(*runs) if one is not None]
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from support.compare import NEAR_TIE, Run, first_difference, run, top2_gap
+from support.compare import Run, parted, run
 from support.tiny import ReplayDrafter, prompts
 from surveys.small import NOT_BUILT, WORDS, CannotBuild, build, class_names, vocabulary_of
 
@@ -161,28 +161,21 @@ def _examine(
             except Exception as failure:
                 _note(report, failure, cell)
                 continue
-            _compare(report, cell, model, inputs, stock, ours, dtype, options)
+            _compare(report, cell, model, inputs, stock, ours, options)
             if which == "known":
                 report.taus.append(drafter.last_stats.tau)
 
 
-def _compare(
-    report: Report, cell: str, model: Any, inputs: Any, stock: Run, ours: Run, dtype: torch.dtype, options: Any
-) -> None:
-    split = first_difference(stock.sequences, ours.sequences)
-    if split is None and not _same_states(stock.output, ours.output):
+def _compare(report: Report, cell: str, model: Any, inputs: Any, stock: Run, ours: Run, options: Any) -> None:
+    plain = {name: value for name, value in options.items() if not name.startswith(("output", "return"))}
+    found = parted(model, inputs, 0, plain, stock, ours)
+    if not found and not _same_states(stock.output, ours.output):
         report.wrong.append(f"{cell}: hidden states")
-        return
-    if split is None and torch.equal(stock.state, ours.state):
+    elif all(one.near_tie for one in found) and (found or torch.equal(stock.state, ours.state)):
         report.exact += 1
-        return
-    if split is not None and dtype == torch.float32:
-        row, column = split
-        if top2_gap(model, inputs, 0, row, column - inputs["input_ids"].shape[1], **options) < NEAR_TIE:
-            report.exact += 1
-            report.near_ties += 1
-            return
-    report.wrong.append(f"{cell}: {'the generator' if split is None else f'row {split[0]}, column {split[1]}'}")
+        report.near_ties += bool(found)
+    else:
+        report.wrong.append(f"{cell}: {f'token {found[0].position}' if found else 'the generator'}")
 
 
 def _same_states(stock: Any, ours: Any) -> bool:
