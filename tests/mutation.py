@@ -1,13 +1,11 @@
 """Mutation testing: put subtle bugs into a module one at a time, and run its tests on each.
 
-    python tests/mutation.py --sample 40 --seed 0 --results mutants.jsonl
+    python tests/mutation.py --sample 40 --seed 0
     python tests/mutation.py --listed        # the bugs of tests/mutants.toml, each on the tests that guard it
 
-In a copy of the repository, so that the working tree stays as it is. What was tried before, by the results file, is not
-tried again; a survivor is, with `--again`. Survivors are printed with their lines, and at the end the share that was
-noticed: by a test that fails, or by a run that takes more processor time than `--limit` (by default three times as much
-as without a bug, which is measured first). A survivor is worth a test or, where it changes nothing that anyone can see,
-simpler code.
+In a copy of the repository, so that the working tree stays as it is. Survivors are printed with their lines, and at the
+end the share that was noticed: by a test that fails, or by a run that takes more than three times as much processor
+time as without a bug. A survivor is worth a test or, where it changes nothing that anyone can see, simpler code.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
-import json
 import os
 import random
 import resource
@@ -24,8 +21,8 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -33,37 +30,16 @@ ROOT = Path(__file__).resolve().parents[1]
 LISTED = ROOT / "tests" / "mutants.toml"
 _PARTS = ["engine/test_tier.py", "engine/test_engine.py", "engine/test_fixed_states.py"]
 _CACHES = ["cache/test_tree_caches.py", "decoding/test_turns.py", "decoding/test_interruption.py"]
+_WALKS = ["decoding/test_walk.py", "decoding/test_rows.py"]
+_EXACT = ["exact/test_exact.py", "exact/test_options.py"]
 # The tests of each module's room, the quick ones first.
 ROOMS = {
-    "decoding/walk.py": [
-        "decoding/test_walk.py",
-        "decoding/test_noise.py",
-        "decoding/test_rows.py",
-        "exact/test_exact.py",
-        "exact/test_options.py",
-        "decoding/test_interruption.py",
-    ],
-    "decoding/rows.py": [
-        "decoding/test_rows.py",
-        "decoding/test_walk.py",
-        "exact/test_exact.py",
-        "exact/test_options.py",
-        "decoding/test_interruption.py",
-    ],
-    "models/verify.py": [
-        "exact/test_options.py",
-        "exact/test_exact.py",
-        "cache/test_tree_caches.py",
-        "models/test_trial.py",
-    ],
+    "decoding/walk.py": [*_WALKS, "decoding/test_noise.py", *_EXACT, "decoding/test_interruption.py"],
+    "decoding/rows.py": [*_WALKS, *_EXACT, "decoding/test_interruption.py"],
+    "models/verify.py": [*_EXACT, "cache/test_tree_caches.py", "models/test_trial.py"],
     "cache/slot_cache.py": [*_CACHES, "engine/test_tier.py"],
     "cache/target_cache.py": [*_CACHES, *_PARTS, "models/test_running_states.py"],
-    "cache/slots.py": [
-        "cache/test_tree_caches.py",
-        "decoding/test_turns.py",
-        "exact/test_options.py",
-        "engine/test_tier.py",
-    ],
+    "cache/slots.py": [*_CACHES[:2], "exact/test_options.py", "engine/test_tier.py"],
     "engine/parts.py": _PARTS,
     "engine/tier.py": _PARTS,
 }
@@ -180,14 +156,22 @@ def told(module: str, source: str, mutant: str) -> str:
     return "\n".join([f"hf_dart/{module}:{header.split()[1].lstrip('-').split(',')[0]}", *lines])
 
 
-def outcome(copy: Path, tests: list[str], limit: float | None) -> str:
-    """Of the tests: "passed", "failed", or "took too long" for so many seconds of processor time."""
+def noticed(copy: Path, tests: list[str], limit: float | None = None) -> bool:
+    """Return whether a test fails, or takes more than so many seconds of processor time."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{one}" for one in tests)]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     # Of the processor, which a busy machine does not run out of sooner.
     bound = None if limit is None else partial(resource.setrlimit, resource.RLIMIT_CPU, (int(limit), int(limit)))
-    done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, preexec_fn=bound)
-    return "took too long" if done.returncode < 0 else "failed" if done.returncode else "passed"
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, preexec_fn=bound).returncode != 0
+
+
+@contextmanager
+def changed(place: Path, text: str) -> Iterator[None]:
+    """Give a file of the copy another text meanwhile."""
+    before = place.read_text()
+    place.write_text(text)
+    yield
+    place.write_text(before)
 
 
 def copy_of_the_repository(folder: Path) -> Path:
@@ -213,16 +197,38 @@ def run_listed(names: list[str]) -> None:
             source = place.read_text()
             if source.count(one["old"]) != 1:
                 sys.exit(f"{one['name']}: {one['file']} has its `old` text {source.count(one['old'])} times, not once.")
-            place.write_text(source.replace(one["old"], one["new"]))
-            result = outcome(copy, one["tests"], limit=600)
-            place.write_text(source)
-            seen += result != "passed"
-            if (result != "passed") != one.get("seen", True):
+            with changed(place, source.replace(one["old"], one["new"])):
+                found = noticed(copy, one["tests"], limit=600)
+            seen += found
+            if found != one.get("seen", True):
                 wrong.append(one["name"])
-            print(f"{one['name']}: {'not seen' if result == 'passed' else 'seen'}", flush=True)
+            print(f"{one['name']}: {'seen' if found else 'not seen'}", flush=True)
     print(f"{seen} of {len(chosen)} listed bugs were seen.")
     if wrong:
         sys.exit(f"Another outcome than listed: {', '.join(wrong)}.")
+
+
+def run_drawn(modules: list[str], count: int | None, seed: int) -> None:
+    """Put bugs drawn at random into modules, and run the tests of their rooms."""
+    sources = {module: (ROOT / "hf_dart" / module).read_text() for module in modules}
+    chosen = [(module, mutant) for module, source in sources.items() for mutant in mutants(source)]
+    random.Random(seed).shuffle(chosen)
+    chosen, seen = chosen[:count], 0
+    limits: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_the_repository(Path(folder))
+        for module, mutant in chosen:
+            if module not in limits:
+                began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+                if noticed(copy, ROOMS[module]):
+                    sys.exit(f"The tests of {module} fail without a bug.")
+                limits[module] = 3 * (resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began) + 60
+            with changed(copy / "hf_dart" / module, mutant):
+                found = noticed(copy, ROOMS[module], limits[module])
+            seen += found
+            if not found:
+                print(told(module, sources[module], mutant), flush=True)
+    print(f"{seen} of {len(chosen)} bugs were noticed.")
 
 
 def main() -> None:
@@ -230,47 +236,12 @@ def main() -> None:
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(ROOMS)}; all by default")
     parser.add_argument("--sample", type=int, help="so many of all bugs, drawn at random; all by default")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"), help="what was tried; goes on there")
-    parser.add_argument("--again", action="store_true", help="try survivors of earlier runs again")
-    parser.add_argument("--limit", type=float, help="processor seconds that the tests of a module may take")
-    parser.add_argument("--list", action="store_true", help="print the bugs, and run nothing")
     parser.add_argument("--listed", nargs="*", metavar="NAME", help="those of tests/mutants.toml, or some by name")
     given = parser.parse_args()
     if given.listed is not None:
         run_listed(given.listed)
-        return
-    sources = {module: (ROOT / "hf_dart" / module).read_text() for module in given.modules or ROOMS}
-    chosen = [(module, mutant) for module, source in sources.items() for mutant in mutants(source)]
-    random.Random(given.seed).shuffle(chosen)
-    chosen = chosen[: given.sample]
-    if given.list:
-        print(*(told(module, sources[module], mutant) for module, mutant in chosen), sep="\n")
-        return
-    known: dict[str, str] = {}
-    if given.results.exists():
-        known = dict(json.loads(line) for line in given.results.read_text().splitlines())
-    limits: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        copy = copy_of_the_repository(Path(folder))
-        for module, mutant in chosen:
-            what, place = told(module, sources[module], mutant), copy / "hf_dart" / module
-            if what not in known or (given.again and known[what] == "passed"):
-                if module not in limits:
-                    began = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-                    if given.limit is None and outcome(copy, ROOMS[module], None) != "passed":
-                        sys.exit(f"The tests of {module} fail without a bug.")
-                    spent = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began
-                    limits[module] = given.limit or 3 * spent + 60
-                place.write_text(mutant)
-                known[what] = outcome(copy, ROOMS[module], limits[module])
-                place.write_text(sources[module])
-                with given.results.open("a") as results:
-                    results.write(json.dumps([what, known[what]]) + "\n")
-            if known[what] == "passed":
-                print(what, flush=True)
-    tried = Counter(known[told(module, sources[module], mutant)] for module, mutant in chosen)
-    noticed, late = len(chosen) - tried["passed"], tried["took too long"]
-    print(f"{noticed} of {len(chosen)} bugs were noticed, {late} of them as the tests took too long.")
+    else:
+        run_drawn(given.modules or list(ROOMS), given.sample, given.seed)
 
 
 if __name__ == "__main__":
