@@ -10,7 +10,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.cases import replay
 from support.compare import assert_identical, outcome, run, snapshot
-from support.refusals import refused
+from support.sentences import refused
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration

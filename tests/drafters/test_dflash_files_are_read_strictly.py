@@ -16,7 +16,7 @@ from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, df
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
 from support.letters import letters
-from support.sentences import refused
+from support.sentences import not_read
 from support.tiny import VOCABULARY, prompts, tiny_target
 
 from hf_dart import DFlashDrafter, TreeConfig, load_drafter
@@ -79,7 +79,7 @@ def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> N
     style, changes, words = WRONG[name]
     good = dflash_config(target, style)
     save(tmp_path, dflash_config(target, style, **changes), dflash_tensors(good))
-    refused(lambda: load(tmp_path, target), words)
+    not_read(lambda: load(tmp_path, target), words)
 
 
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
@@ -97,33 +97,33 @@ def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str) ->
     config = dflash_config(target, ZLAB)
     tensors = {**dflash_tensors(config), **changes}
     save(tmp_path, config, {key: value for key, value in tensors.items() if value is not None})
-    refused(lambda: load(tmp_path, target), words)
+    not_read(lambda: load(tmp_path, target), words)
 
 
 def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
-    refused(lambda: load(tmp_path / "nowhere", target), "no folder")
-    refused(lambda: load("nowhere/at/all", target), "There is no folder nowhere/at/all")
+    not_read(lambda: load(tmp_path / "nowhere", target), "no folder")
+    not_read(lambda: load("nowhere/at/all", target), "There is no folder nowhere/at/all")
     (tmp_path / "empty").mkdir()
-    refused(lambda: load(tmp_path / "empty", target), "no config.json")
+    not_read(lambda: load(tmp_path / "empty", target), "no config.json")
     with pytest.raises(OSError, match="cannot be reached"):
         DFlashDrafter.from_pretrained("someone/dflash", target=target)
     path = Path(dflash_checkpoint(tmp_path / "one", target, ZLAB))
     weights = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
-    refused(lambda: load(path, target), "safetensors")
+    not_read(lambda: load(path, target), "safetensors")
     for file in ("../one.safetensors", "/elsewhere/one.safetensors", "pytorch_model.bin", 3):
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": file}}))
-        refused(lambda: load(path, target), "model.safetensors.index.json")
+        not_read(lambda: load(path, target), "model.safetensors.index.json")
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"norm.weight": "b.safetensors"}}')
-    refused(lambda: load(path, target), "lacks a file")
+    not_read(lambda: load(path, target), "lacks a file")
     (path / "model.safetensors.index.json").write_text("[]")
-    refused(lambda: load(path, target), "JSON")
+    not_read(lambda: load(path, target), "JSON")
     (path / "model.safetensors").write_bytes(weights[:-8])
-    refused(lambda: load(path, target), "truncated")
+    not_read(lambda: load(path, target), "truncated")
     (path / "config.json").write_text('{"a": 1, "a": 2}')
-    refused(lambda: load(path, target), "twice")
+    not_read(lambda: load(path, target), "twice")
     (path / "config.json").write_text("[" * 100_000)
-    refused(lambda: load(path, target), "cannot be read")
+    not_read(lambda: load(path, target), "cannot be read")
 
 
 def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
     save_file({"norm.weight": torch.zeros(32)}, tmp_path / "b.safetensors")
     index = {"weight_map": {**dict.fromkeys(tensors, "a.safetensors"), "norm.weight": "b.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    refused(lambda: load(tmp_path, target), "twice")
+    not_read(lambda: load(tmp_path, target), "twice")
 
 
 @pytest.mark.parametrize(
@@ -152,17 +152,17 @@ def test_a_drafter_of_another_target(
 ) -> None:
     path = dflash_checkpoint(tmp_path, target, style)
     other = tiny_target("qwen3", **changed_target)
-    refused(lambda: load(path, other), words)
+    not_read(lambda: load(path, other), words)
     assert "generate" not in vars(other)
     drafter = load(path, target)
-    refused(lambda: other.generate(**prompts([5]), **GREEDY, custom_generate=drafter.generate), words)
+    not_read(lambda: other.generate(**prompts([5]), **GREEDY, custom_generate=drafter.generate), words)
     drafter.tree_config = TreeConfig(nodes=8)
     assert_identical(target, drafter, prompts([7]), **GREEDY)
 
 
 def test_a_mask_token_in_use(target: Any, tmp_path: Path) -> None:
     path = dflash_checkpoint(tmp_path, target, ZLAB, dflash_config__mask_token_id=7)
-    refused(lambda: load(path, target, tokenizer=letters("abcdefgh")), "'h'")
+    not_read(lambda: load(path, target, tokenizer=letters("abcdefgh")), "'h'")
     assert load(path, target, tokenizer=letters("abcdefg")).shape.mask_token_id == 7
     added = letters("abcdefg")
     added.add_special_tokens({"mask_token": "<|MASK|>"})
@@ -213,5 +213,5 @@ def test_from_the_hub(target: Any, tmp_path: Path, hub: Hub) -> None:
         name = f"lab/{words}"
         hub.repositories[name] = Repository()
         hub.repositories[name].commit("main", None, less, "less")
-        refused(lambda name=name: DFlashDrafter.from_pretrained(name, target=target), words)
-    refused(lambda: DFlashDrafter.from_pretrained("lab/nothing", target=target), "no repository")
+        not_read(lambda name=name: DFlashDrafter.from_pretrained(name, target=target), words)
+    not_read(lambda: DFlashDrafter.from_pretrained("lab/nothing", target=target), "no repository")

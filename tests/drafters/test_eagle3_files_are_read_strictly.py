@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from support.checkpoints import save
 from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, variant
-from support.sentences import refused
+from support.sentences import not_read
 from support.tiny import tiny_target
 
 from hf_dart import EagleDrafter, LanguageModelDrafter, load_drafter
@@ -77,7 +77,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
     style, changes, words = WRONG[name]
-    refused(lambda: load(checkpoint(tmp_path, target, style, **changes), target), words)
+    not_read(lambda: load(checkpoint(tmp_path, target, style, **changes), target), words)
 
 
 TENSORS: dict[str, tuple[dict[str, Any], str]] = {
@@ -103,7 +103,7 @@ def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str, pi
     tensors = {**eagle3_tensors(config), **changes}
     tensors = {key: value for key, value in tensors.items() if value is not None}
     save(tmp_path, config, tensors, pickled=pickled)
-    refused(lambda: load(tmp_path, target), words)
+    not_read(lambda: load(tmp_path, target), words)
 
 
 class Hostile:
@@ -133,23 +133,23 @@ def test_pickles_that_are_not_opened(target: Any, tmp_path: Path) -> None:
     }
     for name, content in bad.items():
         torch.save(content, file)
-        refused(lambda: load(folder, target), "pytorch_model.bin")
+        not_read(lambda: load(folder, target), "pytorch_model.bin")
         assert not mark.exists(), name
     file.write_bytes(pickle.dumps({"x": Hostile(mark)}))
-    refused(lambda: load(folder, target), "damaged")
+    not_read(lambda: load(folder, target), "damaged")
     torch.save(good, file, _use_new_zipfile_serialization=False)
-    refused(lambda: load(folder, target), "damaged")
+    not_read(lambda: load(folder, target), "damaged")
     torch.save(good, file)
     with zipfile.ZipFile(file) as archive:
         parts = {entry.filename: archive.read(entry) for entry in archive.infolist()}
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, part in parts.items():
             archive.writestr(name, part)
-    refused(lambda: load(folder, target), "as torch.save writes it")
+    not_read(lambda: load(folder, target), "as torch.save writes it")
     with zipfile.ZipFile(file, "w") as archive:
         for name, part in parts.items():
             archive.writestr(name, part + b"." * 2**25 if name.endswith("data.pkl") else part)
-    refused(lambda: load(folder, target), "names its tensors in")
+    not_read(lambda: load(folder, target), "names its tensors in")
     assert not mark.exists()
 
 
@@ -158,10 +158,10 @@ def test_huge_headers(target: Any, tmp_path: Path) -> None:
     file = folder / "model.safetensors"
     for size in (2**63, 2**40, 10**9):
         file.write_bytes(size.to_bytes(8, "little") + b"{}")
-        refused(lambda: load(folder, target), "damaged")
+        not_read(lambda: load(folder, target), "damaged")
     header = json.dumps({"fc.weight": {"dtype": "F64", "shape": [2**40, 2**20], "data_offsets": [0, 2**63]}}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header)
-    refused(lambda: load(folder, target), "damaged")
+    not_read(lambda: load(folder, target), "damaged")
 
 
 PEAGLE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -182,15 +182,15 @@ def test_what_peagle_heads_must_not_say(target: Any, tmp_path: Path, name: str) 
     tensors = eagle3_tensors(config, first="layers.0")
     tensors.setdefault("mask_hidden", torch.zeros(1, 1, 96, dtype=torch.float64))
     save(tmp_path, config, tensors)
-    refused(lambda: load_drafter(folder, target=target), words)
+    not_read(lambda: load_drafter(folder, target=target), words)
 
 
 def test_it_needs_a_target(target: Any, tmp_path: Path) -> None:
-    refused(lambda: EagleDrafter.from_pretrained(str(checkpoint(tmp_path, target))), "pass target=")
+    not_read(lambda: EagleDrafter.from_pretrained(str(checkpoint(tmp_path, target))), "pass target=")
     shallow = tiny_target("llama", num_hidden_layers=2)
-    refused(lambda: load(tmp_path, shallow), "too small")
+    not_read(lambda: load(tmp_path, shallow), "too small")
     wide = tiny_target("llama", num_hidden_layers=8, hidden_size=64)
-    refused(lambda: load(tmp_path, wide), "64")
+    not_read(lambda: load(tmp_path, wide), "64")
 
 
 def test_two_names_of_a_norm(target: Any, tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_two_names_of_a_norm(target: Any, tmp_path: Path) -> None:
     assert len(load(tmp_path, target).deeper) == 1
     tensors["layers.1.input_layernorm.weight"] = tensors["layers.1.hidden_norm.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
-    refused(lambda: load(tmp_path, target), "input_layernorm and a hidden_norm")
+    not_read(lambda: load(tmp_path, target), "input_layernorm and a hidden_norm")
 
 
 JOINED_WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -222,8 +222,8 @@ def test_what_is_no_eagle1_head(target: Any, tmp_path: Path, name: str) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     weights = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
     save(tmp_path, {**config, **fields}, {**weights, **tensors}, pickled=True)
-    refused(lambda: load_drafter(folder, target=target), words)
-    refused(lambda: load_drafter(folder), "pass target=")
+    not_read(lambda: load_drafter(folder, target=target), words)
+    not_read(lambda: load_drafter(folder), "pass target=")
 
 
 def test_a_language_model_of_one_layer_is_none(target: Any, tmp_path: Path) -> None:

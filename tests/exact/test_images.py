@@ -15,7 +15,7 @@ from support.engines import engine
 from support.families import needs_running_states
 from support.modules import with_module
 from support.multimodal import MULTIMODAL, TEXT, after_images, image_inputs, multimodal_target
-from support.refusals import refused
+from support.sentences import refused
 from support.tiny import (
     VOCABULARY,
     ReplayDrafter,

@@ -30,7 +30,7 @@ from support.attention_kernels import (
 from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.engines import engine
-from support.refusals import refused
+from support.sentences import refused
 from support.tiny import (
     prompts,
     tiny_diffusion_drafter,

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
-from support.refusals import refused
+from support.sentences import refused
 from support.tiny import tiny_head, tiny_target
 from support.tiny_training import tiny_trainer
 from torch import Tensor, nn

@@ -11,8 +11,8 @@ import transformers
 from packaging.version import Version
 from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
-from support.refusals import refused
 from support.scripts import experiment
+from support.sentences import refused
 from support.tiny import PAD, prompts, tiny_head, tiny_target
 from support.tiny_training import tiny_trainer
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Errors are told in one sentence."""
+"""Errors are told in one sentence, and what is refused draws no noise."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 
 def one_sentence(error: pytest.ExceptionInfo[BaseException]) -> str:
-    message = str(error.value)
-    assert "\n" not in message.strip(), message
-    assert message.strip().endswith("."), message
+    message = str(error.value).strip()
+    assert "\n" not in message, message
+    assert message.endswith("."), message
     return message
 
 
-def refused(read: Callable[[], Any], words: str) -> None:
+def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...], words: str) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(kind, match=words) as error:
+        call()
+    one_sentence(error)
+    assert torch.equal(torch.get_rng_state(), state), "a refused call drew noise"
+
+
+def not_read(read: Callable[[], Any], words: str) -> None:
     """Reading files fails with one sentence that has these words."""
     with pytest.raises((ValueError, OSError), match=re.escape(words)) as error:
         read()
