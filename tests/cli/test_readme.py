@@ -89,7 +89,7 @@ NOT_RUN = {
     "python3 -m venv": "make an environment: .ci/run does",
     "pip install": "needs a package index: .ci/run does",
     "vllm serve": "needs vLLM and a GPU",
-    "python tests/interop/with_originals.py": "needs other projects' code",
+    "python examples/experiments/surveys/originals.py": "needs other projects' code",
     "hf-dart train": "tests/training and test_training run recipes; their options are read here",
     "hf-dart generate --head runs/head/final": "uses what training left",
     "hf-dart convert runs/head/final": "likewise: tests/interop/test_vllm.py converts",

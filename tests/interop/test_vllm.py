@@ -1,7 +1,7 @@
 """Heads for vLLM, and `hf-dart convert`.
 
-`tests/interop/with_originals.py`, in an environment with vLLM's `speculators` package, compares the same files with
-what that package computes (`docs/serving.md`); here they are held against a plain forward of that format.
+`examples/experiments/surveys/originals.py`, in an environment with vLLM's `speculators` package, compares the same
+files with what that package computes (`docs/serving.md`); here they are held against a plain forward of that format.
 """
 
 from __future__ import annotations

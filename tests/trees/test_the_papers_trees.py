@@ -1,7 +1,7 @@
 """`TreeConfig.paper()` grows the trees that DART's own search grew, of drafts of the packaged head.
 
-`tests/interop/with_dart_search.py` recorded them, and compares many more where DART's code is at hand. In every other
-case the text is likely to end at each depth: nothing grows after the end there, and nothing here.
+`examples/experiments/surveys/dart_search.py` recorded them, and compares many more where DART's code is at hand. In
+every other case the text is likely to end at each depth: nothing grows after the end there, and nothing here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Published formats, held against the code that they come from, which hf_dart does not depend on.
 
-    python tests/interop/with_originals.py write FOLDER        # in hf_dart's environment
-    python tests/interop/with_originals.py compare FOLDER NAME # in one of the original's, such as a venv
+    python examples/experiments/surveys/originals.py write FOLDER        # in hf_dart's environment
+    python examples/experiments/surveys/originals.py compare FOLDER NAME # in one of the original's, such as a venv
 
 The first makes tiny random checkpoints in float32 and what hf_dart computes of them: the log-probabilities of each
 draft token after every beginning of a text, along the text itself. The second loads the same checkpoints as their own
@@ -41,7 +41,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def write(folder: Path) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
     from support.eagle3 import JOINED, PEAGLE, VARIANTS, variant
     from support.heads import peagle_head
     from support.tiny import prompts, tiny_target

@@ -1,6 +1,6 @@
 """`TreeConfig.paper()` held against the search of DART's own code (arXiv 2601.19278), compiled from a checkout of it.
 
-    PYTHONPATH=tests python tests/interop/with_dart_search.py CHECKOUT   # of github.com/fvliang/DART; needs g++
+    PYTHONPATH=tests python examples/experiments/surveys/dart_search.py CHECKOUT  # of fvliang/DART; needs g++
 
 Both get the packaged head's drafts after many beginnings of a text, and the n-grams of another text. Prints how many
 trees are the same; exits with 1 unless all are. With `--record FILE` the first cases are kept there, for
@@ -64,7 +64,7 @@ def make_cases() -> Cases:
     from hf_dart.models.verify import features_request, gather_features
 
     pair = load_pair(str(PACKAGED_TARGET), str(PACKAGED_HEAD), "float32")
-    folder = Path(__file__).parents[2] / "hf_dart" / "decoding"
+    folder = Path(__file__).parents[3] / "hf_dart" / "decoding"
     text, corpus = (
         pair.tokenizer((folder / name).read_text(), return_tensors="pt")["input_ids"]
         for name in ("walk.py", "candidate_generator.py")
