@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.cases import MODES
-from support.checkpoints import reordered, save
+from support.checkpoints import save
 from support.compare import assert_identical, tally
 from support.eagle3 import forward, original_checkpoint, original_config, original_tensors
 from support.letters import letters
+from support.sentences import not_read
 from support.tiny import prompts, tiny_target
 from torch import Tensor
 
@@ -74,15 +73,7 @@ def test_logits_are_those_of_the_released_forward(target: Any, tmp_path: Path, v
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-FAST = [("greedy", 1), ("T=1", 4)]
-
-
-ALL = [(mode, size) for mode in MODES for size in (1, 4)]
-
-
-@pytest.mark.parametrize(
-    ("mode", "size"), [one if one in FAST else pytest.param(*one, marks=pytest.mark.matrix) for one in ALL]
-)
+@pytest.mark.parametrize(("mode", "size"), [("greedy", 1), ("T=1", 4)])
 def test_text_is_stocks(target: Any, tmp_path: Path, mode: str, size: int) -> None:
     head = load(original_checkpoint(tmp_path, target, draft_vocab_size=48 if size == 1 else 40), target)
     inputs = prompts([7] if size == 1 else [9, 3, 7, 13])
@@ -91,28 +82,14 @@ def test_text_is_stocks(target: Any, tmp_path: Path, mode: str, size: int) -> No
     assert head.last_stats.drafted > 0
 
 
-def test_saved_in_our_format_it_has_the_same_weights(target: Any, tmp_path: Path) -> None:
-    for scored in (48, 30):
-        path = original_checkpoint(tmp_path / f"{scored}", target, draft_vocab_size=scored)
-        head = load(path, target)
-        head.save_pretrained(tmp_path / f"ours-{scored}")
-        ours = load(tmp_path / f"ours-{scored}", target)
-        same_weights(ours, head)
-        assert_identical(target, ours, prompts([7]), **MODES["greedy"], max_new_tokens=12)
-
-
-def same_weights(one: DartHead, other: DartHead) -> None:
-    assert one.state_dict().keys() == other.state_dict().keys()
-    for name, tensor in other.state_dict().items():
-        assert torch.equal(one.state_dict()[name], tensor), name
-
-
-def refused(read: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
-        read()
-    message = str(error.value)
-    assert "\n" not in message, message
-    assert message.endswith("."), message
+@pytest.mark.parametrize("scored", [48, 30])
+def test_saved_in_our_format_it_has_the_same_weights(target: Any, tmp_path: Path, scored: int) -> None:
+    head = load(original_checkpoint(tmp_path / "theirs", target, draft_vocab_size=scored), target)
+    head.save_pretrained(tmp_path / "ours")
+    ours = load(tmp_path / "ours", target)
+    assert ours.state_dict().keys() == head.state_dict().keys()
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+    assert_identical(target, ours, prompts([7]), **MODES["greedy"], max_new_tokens=12)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -130,47 +107,26 @@ def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> N
     changes, words = WRONG[name]
     tensors = original_tensors(original_config(target))
     path = save(tmp_path, original_config(target, **changes), tensors)
-    refused(lambda: load(path, target, tokenizer=letters("abc")), words)
+    not_read(lambda: load(path, target, tokenizer=letters("abc")), words)
 
 
-TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
-    "missing": (lambda tensors: tensors.pop("midlayer.mask_rep"), "lack midlayer.mask_rep"),
-    "no offsets": (lambda tensors: tensors.pop("d2t"), "lack d2t"),
-    "unknown": (lambda tensors: tensors.update(x=torch.zeros(1)), "hold x"),
-    "another type": (lambda tensors: tensors.update(d2t=tensors["d2t"].double()), "F64"),
-    "beyond the vocabulary": (lambda tensors: tensors["d2t"].add_(40), "beyond"),
-    "below it": (lambda tensors: tensors["d2t"].sub_(40), "beyond"),
-    "a token twice": (lambda tensors: tensors["d2t"].copy_(-torch.arange(30)), "twice"),
-    "contradicting": (lambda tensors: tensors["t2d"].logical_not_(), "different tokens"),
-}
-
-
-@pytest.mark.parametrize("name", TENSORS)
-def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str) -> None:
-    change, words = TENSORS[name]
+@pytest.mark.parametrize("name", ["midlayer.mask_rep", "d2t"])
+def test_what_the_weights_must_have(target: Any, tmp_path: Path, name: str) -> None:
+    """What else is wrong with weights is seen in those of EAGLE, which the same function reads."""
     config = original_config(target, draft_vocab_size=30)
     tensors = original_tensors(config)
-    change(tensors)
-    path = save(tmp_path, config, tensors)
-    refused(lambda: load(path, target), words)
-
-
-def test_tokens_in_another_order(target: Any, tmp_path: Path) -> None:
-    config = original_config(target, draft_vocab_size=30)
-    tensors = original_tensors(config)
-    sorted_head = load(save(tmp_path / "sorted", config, tensors), target)
-    mixed = save(tmp_path / "mixed", config, reordered(tensors, "lm_head.weight"))
-    same_weights(load(mixed, target), sorted_head)
+    del tensors[name]
+    not_read(lambda: load(save(tmp_path, config, tensors), target), f"lack {name}")
 
 
 def test_targets_that_it_was_not_made_for(target: Any, tmp_path: Path) -> None:
     path = original_checkpoint(tmp_path, target)
-    refused(lambda: DartHead.from_pretrained(path), "pass target=")
+    not_read(lambda: DartHead.from_pretrained(path), "pass target=")
     for config, words in (
         ({"hidden_size": 64}, "hidden size"),
         ({"num_hidden_layers": 4}, "too small"),
         ({"num_hidden_layers": 8, "vocab_size": 64}, "64"),
     ):
         other = tiny_target("qwen3", **{"num_hidden_layers": 8, **config})
-        refused(lambda other=other: load(path, other), words)
+        not_read(lambda other=other: load(path, other), words)
         assert "generate" not in vars(other)

@@ -15,7 +15,8 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from support.eagle3 import forward, original_checkpoint
+from support.eagle3 import forward
+from support.guests import ZLAB, dflash_checkpoint
 from support.heads import peagle_head
 from support.letters import letters
 from support.ngrams import unpacked
@@ -197,18 +198,7 @@ def test_tries(tmp_path: Path) -> None:
 def test_other_drafters_are_not_converted(
     target: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from support.guests import ZLAB, dflash_checkpoint
-
     path = dflash_checkpoint(tmp_path / "dflash", target, ZLAB)
     assert converted(path, tmp_path / "out", "--to", "vllm", "--target", saved / "target") == 2
     assert "DFlashDrafter" in capsys.readouterr().err
     assert converted(path, tmp_path / "out", "--to", "dart", "--target", saved / "target") == 0
-
-
-def test_published_heads_on_the_command_line(
-    target: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    head = original_checkpoint(tmp_path, target)
-    command = ["generate", "--target", str(saved / "target"), "--head", head, "--temperature", "0", "--stats"]
-    assert main([*command, "--max-new-tokens", "6", "abc"]) == 0
-    assert "drafts accepted" in capsys.readouterr().err
