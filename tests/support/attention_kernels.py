@@ -54,20 +54,9 @@ def flash_kernels(name: str = FLASH) -> Iterator[Calls]:
     """transformers' own code for FlashAttention, over kernels in PyTorch; `name` may be one of the Hub's."""
     calls = Calls()
 
-    def dense(
-        q: Tensor,  # [B, Q, H, D]
-        k: Tensor,  # [B, S, H / g, D]
-        v: Tensor,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        s_aux: Tensor | None = None,  # [H]
-    ) -> Tensor:
+    def dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:  # [B, Q, H, D], [B, S, H / g, D] twice
         calls.add(q.shape[1])
-        rows = zip(q, k, v, strict=True)
-        return torch.stack([_attend(*row, softmax_scale, causal, window_size, softcap, s_aux) for row in rows])
+        return torch.stack([_attend(*row, **options) for row in zip(q, k, v, strict=True)])
 
     def of_any_length(
         q: Tensor,  # [sum of Q, H, D]
@@ -88,8 +77,9 @@ def flash_kernels(name: str = FLASH) -> Iterator[Calls]:
         parts = [
             part.split(ends.diff().tolist()) for part, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
         ]
+        options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
         rows = zip(*parts, strict=True)
-        return torch.cat([_attend(*row, softmax_scale, causal, window_size, softcap, s_aux) for row in rows])
+        return torch.cat([_attend(*row, **options, softcap=softcap, s_aux=s_aux) for row in rows])
 
     kernels = {
         "_loaded_implementation": name,
@@ -111,25 +101,28 @@ def _attend(
     q: Tensor,  # [Q, H, D]
     k: Tensor,  # [S, H / g, D]
     v: Tensor,
-    scale: float | None,
-    causal: bool,
-    window: tuple[int, int],
-    softcap: float,
-    sinks: Tensor | None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    s_aux: Tensor | None = None,  # [H]
+    dropout_p: float = 0.0,
 ) -> Tensor:  # [Q, H, D]
     """The last query sees the last key."""
     groups = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(groups, 1).transpose(0, 1) for part in (k, v))
-    scores = q.transpose(0, 1) @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)  # [H, Q, S]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = q.transpose(0, 1) @ k.transpose(1, 2) * scale  # [H, Q, S]
     if softcap:
         scores = softcap * (scores / softcap).tanh()
     ahead = torch.arange(k.shape[1]) - torch.arange(k.shape[1] - len(q), k.shape[1])[:, None]
     hidden = (ahead > 0) if causal else torch.zeros_like(ahead, dtype=torch.bool)
-    if window[0] >= 0:
-        hidden = hidden | (ahead < -window[0])
+    if window_size[0] >= 0:
+        hidden = hidden | (ahead < -window_size[0])
     scores = scores.masked_fill(hidden, -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(q), 1)], dim=-1)
+    if s_aux is not None:
+        scores = torch.cat([scores, s_aux[:, None, None].expand(-1, len(q), 1)], dim=-1)
     return (scores.softmax(-1)[..., : k.shape[1]] @ v).transpose(0, 1)
 
 
@@ -161,7 +154,7 @@ def own_kernel(change: Callable[[Tensor], Tensor] = lambda mixed: mixed) -> Iter
             asking = seen[-query.shape[2] :]
             parts = query[row][:, asking], key[row][:, seen], value[row][:, seen]
             q, k, v = (part.transpose(0, 1) for part in parts)
-            mixed[row, asking] = _attend(q, k, v, scaling, True, window, 0.0, None)
+            mixed[row, asking] = _attend(q, k, v, softmax_scale=scaling, causal=True, window_size=window)
         return change(mixed), None
 
     calls = Calls()

@@ -34,28 +34,9 @@ _ROTARY = {**SIZES, "tie_word_embeddings": False}
 _GPT = {**_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _SHORT = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _PLAIN = [
-    "llama",
-    "qwen2",
-    "qwen3",
-    "ministral3",
-    "gemma",
-    "granite",
-    "olmo",
-    "olmo2",
-    "glm",
-    "glm4",
-    "helium",
-    "seed_oss",
-    "ernie4_5",
-    "hunyuan_v1_dense",
-    "apertus",
-    "arcee",
-    "bitnet",
-    "diffllama",
-    "nemotron",
-    "persimmon",
-    "cohere",
-]
+    "llama", "qwen2", "qwen3", "ministral3", "gemma", "granite", "olmo", "olmo2", "glm", "glm4", "helium", "seed_oss",
+    "ernie4_5", "hunyuan_v1_dense", "apertus", "arcee", "bitnet", "diffllama", "nemotron", "persimmon", "cohere",
+]  # fmt: skip
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ROUTED = {
     "n_routed_experts": 4,
@@ -92,6 +73,11 @@ _LINEAR = {
     "linear_num_key_heads": 2,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+}
+_LINEAR_EXPERTS = {
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
 }
 _CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
 _MAMBA = {
@@ -187,25 +173,8 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_moe": _rotary("qwen3_5_moe_text", _LINEAR, _EXPERTS, shared_expert_intermediate_size=24),
     "qwen3_next": _rotary("qwen3_next", _LINEAR, _EXPERTS, shared_expert_intermediate_size=24),
     "olmo_hybrid": _rotary("olmo_hybrid", _LINEAR),
-    "kimi_linear": _rotary(
-        "kimi_linear",
-        _LATENT,
-        _EXPERTS,
-        _LINEAR,
-        linear_head_dim=8,
-        linear_num_heads=4,
-        q_lora_rank=None,
-        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
-    ),
-    "bailing_hybrid": _rotary(
-        "bailing_hybrid",
-        _LATENT,
-        _EXPERTS,
-        _LINEAR,
-        linear_head_dim=8,
-        linear_num_heads=4,
-        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
-    ),
+    "kimi_linear": _rotary("kimi_linear", _LATENT, _EXPERTS, _LINEAR, _LINEAR_EXPERTS, q_lora_rank=None),
+    "bailing_hybrid": _rotary("bailing_hybrid", _LATENT, _EXPERTS, _LINEAR, _LINEAR_EXPERTS),
     "falcon_h1": _rotary("falcon_h1", _MAMBA, mamba_d_ssm=64),
     "bamba": _rotary("bamba", _MAMBA, attn_layer_indices=[1]),
     "granitemoehybrid": _rotary(

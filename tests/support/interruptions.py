@@ -147,25 +147,24 @@ def interrupt(
     sampled: bool,
     cases: int,
     seed: int,
-    make: Callable[[Any], Any] = tiny_head,
-    replayed: bool = True,
+    make: Callable[[Any], Any] | None = None,
     **more: Any,
 ) -> list[int]:
     """Break calls off at that many lines; returns how many tokens had been generated in each.
 
-    They are drafted by a replay, or by what `make` makes.
+    They are drafted by a replay, or by what `make` makes of the target.
     """
-    target, head = used(family, make)
+    target, head = used(family, make or tiny_head)
     inputs, options = prompts(lengths), {**(SAMPLED if sampled else GREEDY), **more}
     run(target, inputs, 0, assistant=head, max_new_tokens=2)  # proves it for such rows
     stock = run(target, inputs, seed, **options).sequences
     states = states_by_token(len(lengths), target.config.vocab_size, seed)
     misses = [0.1, 0.7, 0.3, 0.5][: len(lengths)]
-    drafter = replay(target, inputs, misses=misses, seed=seed, **options) if replayed else head
+    drafter = head if make else replay(target, inputs, misses=misses, seed=seed, **options)
 
     def call(line: int, cache: Any, listener: Listener) -> int:
         with interrupted_at(line) as passed:
-            same = copy.deepcopy(drafter) if replayed else drafter  # it draws its misses
+            same = head if make else copy.deepcopy(drafter)  # a replay draws its misses
             run(target, inputs, seed, **{CACHE: cache}, streamer=listener, assistant=same, **options)
         return passed[0]
 

@@ -16,10 +16,10 @@ VOCABULARY = 13
 Documents = list[list[int]]
 
 
-def corpus(seed: int = 0, documents: int = 9, longest: int = 60, vocabulary: int = VOCABULARY) -> Documents:
-    random = Random(seed)
+def corpus(documents: int = 9) -> Documents:
+    random = Random(0)
     return [
-        [min(int(random.expovariate(0.4)), vocabulary - 1) for _ in range(random.randrange(longest))]
+        [min(int(random.expovariate(0.4)), VOCABULARY - 1) for _ in range(random.randrange(60))]
         for _ in range(documents)
     ]
 
@@ -55,9 +55,9 @@ def back_off(counts: Counter[tuple[int, ...]], context: Sequence[int], token: in
     return 0.0
 
 
-def random_table(path: Path, order: int = 3, vocabulary: int = tiny.VOCABULARY, seed: int = 0) -> NgramTable:
+def random_table(path: Path, order: int = 3, vocabulary: int = tiny.VOCABULARY) -> NgramTable:
     """Counts of a text in which few tokens follow each other."""
-    random = Random(seed)
+    random = Random(0)
     text = [0]
     for _ in range(4000):
         text.append((text[-1] * 5 + min(int(random.expovariate(0.4)), 9)) % vocabulary)

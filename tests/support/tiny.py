@@ -72,10 +72,10 @@ def tiny_eagle_drafter(target: Any, **config: Any) -> EagleDrafter:
     return EagleDrafter.from_target(target, **{**fields, **config})
 
 
-def nearly(target: Any, noise: float = 0.02, seed: int = 0) -> Any:
+def nearly(target: Any, noise: float = 0.02) -> Any:
     """A copy of a model whose weights are a little off."""
     other = copy.deepcopy(target)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in other.parameters():
             weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
@@ -106,6 +106,9 @@ class ReplayDrafter(Drafter[ReplayState]):
         hidden_layers: indices of the target's hidden states to ask for (they are not looked at).
     """
 
+    draft_length: Any = None
+    feature_layers: Any = None
+
     def __init__(
         self,
         sequences: Tensor,
@@ -119,18 +122,10 @@ class ReplayDrafter(Drafter[ReplayState]):
     ) -> None:
         self.sequences, self.pads, self.vocabulary = sequences, torch.tensor(pads), vocabulary
         self.misses = torch.tensor(misses)
-        self._draft_length, self._hidden_layers = draft_length, list(hidden_layers)
+        self.draft_length, self.feature_layers = draft_length, list(hidden_layers)
         self._generator = torch.Generator().manual_seed(seed)
         self.tree_config = TreeConfig(nodes=8, shared_noise=False, lookup=0)
         self.last_stats = None
-
-    @property
-    def draft_length(self) -> int:
-        return self._draft_length
-
-    @property
-    def feature_layers(self) -> list[int]:
-        return self._hidden_layers
 
     def check_target(self, target: Any) -> None:
         """Any target does."""
@@ -142,15 +137,10 @@ class ReplayDrafter(Drafter[ReplayState]):
         state.lengths = state.lengths + counts
 
     def propose(
-        self,
-        state: ReplayState,
-        features: Tensor,
-        next_tokens: Tensor,
-        counts: Tensor,
-        depth: int | None = None,
+        self, state: ReplayState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         self.extend(state, features, next_tokens, counts)
-        slots = (self.pads + state.lengths + 1)[:, None] + torch.arange(depth or self._draft_length)
+        slots = (self.pads + state.lengths + 1)[:, None] + torch.arange(depth or self.draft_length)
         right = self.sequences.gather(1, slots.clamp(max=self.sequences.shape[1] - 1))
         wrong = torch.randint(self.vocabulary, right.shape, generator=self._generator)
         missed = torch.rand(right.shape, generator=self._generator) < self.misses[:, None]

@@ -76,9 +76,9 @@ def documents_of(*rows: list[int]) -> Tensor:
     return torch.tensor([[i if n > 0 else -1 for i, n in enumerate(row) for _ in range(abs(n))] for row in rows])
 
 
-def token_rows(lengths: list[list[int]], seed: int = 0) -> list[dict[str, Tensor]]:
+def token_rows(lengths: list[list[int]]) -> list[dict[str, Tensor]]:
     documents = documents_of(*lengths)
-    ids = torch.randint(2, VOCABULARY, documents.shape, generator=torch.Generator().manual_seed(seed))
+    ids = torch.randint(2, VOCABULARY, documents.shape, generator=torch.Generator().manual_seed(0))
     return [{"input_ids": i, "documents": d} for i, d in zip(ids, documents, strict=True)]
 
 
@@ -89,14 +89,14 @@ def batch_of(rows: list[dict[str, Tensor]], draft_length: int, count: int) -> di
     return batch
 
 
-def examples(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+def examples() -> tuple[Tensor, Tensor, Tensor]:
     """Draft and target logits [5, 4, 7], labels [5, 4] of which some are missing; drafts often agree."""
     random = torch.Generator().manual_seed(0)
     target = 1.5 * torch.randn(BLOCKS, LENGTH, WORDS, generator=random, dtype=torch.float64)
     draft = 0.7 * target + torch.randn(target.shape, generator=random, dtype=torch.float64)
     labels = target.softmax(-1).flatten(0, 1).multinomial(1, generator=random).view(BLOCKS, LENGTH)
     labels[1, 3] = labels[2, 2] = labels[3, 0] = NO_LABEL
-    return draft.to(dtype), target.to(dtype), labels
+    return draft, target, labels
 
 
 def write_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> str:

@@ -48,9 +48,9 @@ def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return answers
 
 
-def behind(inputs: dict[str, Tensor], sequences: Tensor, seed: int = 9) -> dict[str, Tensor]:
+def behind(inputs: dict[str, Tensor], sequences: Tensor) -> dict[str, Tensor]:
     """The next turn's inputs: the text so far and four more tokens."""
-    ids = torch.cat([sequences, prompts([4] * len(sequences), seed)["input_ids"]], dim=1)
+    ids = torch.cat([sequences, prompts([4] * len(sequences), seed=9)["input_ids"]], dim=1)
     mask = inputs["attention_mask"]
     seen = torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=torch.long)
     return {"input_ids": ids, "attention_mask": torch.cat([mask, seen], dim=1)}
