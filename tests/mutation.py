@@ -37,9 +37,8 @@ ROOMS = {
     "decoding/walk.py": [*_WALKS, "decoding/test_noise.py", *_EXACT, "decoding/test_interruption.py"],
     "decoding/rows.py": [*_WALKS, *_EXACT, "decoding/test_interruption.py"],
     "models/verify.py": [*_EXACT, "cache/test_tree_caches.py", "models/test_trial.py"],
-    "cache/slot_cache.py": [*_CACHES, "engine/test_tier.py"],
+    "cache/slot_cache.py": [*_CACHES, "exact/test_options.py", "engine/test_tier.py"],
     "cache/target_cache.py": [*_CACHES, *_PARTS, "models/test_running_states.py"],
-    "cache/slots.py": [*_CACHES[:2], "exact/test_options.py", "engine/test_tier.py"],
     "engine/parts.py": _PARTS,
     "engine/tier.py": _PARTS,
 }

@@ -6,15 +6,222 @@ committed entries; a commit moves accepted entries alone, so that rows of differ
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_dart.cache.slots import LayerBuffers, SlotSpec, SlotStore, spec_of
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
+
+SLACK = 2 * (MAX_DRAFT_LENGTH + 1)
+"""Positions before a window that are kept: a call that breaks off drops the last tokens of a row."""
+SPARE = 256
+"""Positions that a windowed store has room for beyond its window: so seldom are its entries moved to the front."""
+
+Zeros = Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]
+"""A maker of zeros, for a name, a shape, a dtype and a device."""
+
+
+def outgrows(window: int, most: int | None) -> bool:
+    """Return True if a text of `most` positions would outgrow a windowed store."""
+    return most is None or most > window + SLACK + SPARE
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """Shape of one buffer: [B, heads, capacity, head_dim] on `device`."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, states: Tensor) -> Self:
+        """Return the shape of a buffer for entries [B, heads, n, head_dim] such as these."""
+        return cls(states.shape[1], states.shape[3], states.dtype, states.device)
+
+
+class SlotStore:
+    """Buffers [B, heads, capacity, head_dim], in which position p of a row lies in slot p - `first`.
+
+    Buffers of one shape share one storage, so that a commit moves the entries of all layers at once. The capacity
+    doubles when it is outgrown, up to `most` where that is known.
+
+    Layers with a sliding window need the last positions of each row alone. What no row needs any more makes room for
+    what comes, so that such layers cost memory and time for their window, however long the text; a row that has ended
+    keeps what it saw, and with it all that follows.
+
+    Args:
+        specs: of all buffers.
+        batch_size: B.
+        capacity: slots to make at first.
+        most: slots that will be needed at most, if that is known.
+        zeros: makes the storage; by default memory of its own.
+        window: how many positions a query attends to, its own included; None if all.
+        first: position in slot 0.
+
+    Attributes:
+        shown: first position that queries are shown; masks hide more of them.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[SlotSpec],
+        batch_size: int,
+        capacity: int,
+        most: int | None = None,
+        zeros: Zeros | None = None,
+        window: int | None = None,
+        first: int = 0,
+    ) -> None:
+        self.specs, self.window = specs, window
+        self.capacity, self.first, self.shown = capacity, first, first
+        self._batch_size, self._most, self._zeros = batch_size, most, zeros or _zeros
+        self._counts: Counter[SlotSpec] = Counter()
+        self._place: list[tuple[SlotSpec, int]] = []
+        for spec in specs:
+            self._place.append((spec, self._counts[spec]))
+            self._counts[spec] += 1
+        self._allocate()
+
+    def _allocate(self) -> None:
+        """Make new buffers, of zeros."""
+        self.storage = {
+            spec: self._zeros(
+                f"{spec.heads} heads of {spec.head_dim}",
+                (count, self._batch_size, spec.heads, self.capacity, spec.head_dim),
+                spec.dtype,
+                spec.device,
+            )
+            for spec, count in self._counts.items()
+        }
+        self._buffers = [self.storage[spec][place] for spec, place in self._place]
+
+    def reserve(self, end: int) -> None:
+        """Make room for positions up to end - 1, keeping what is there."""
+        capacity, old, before = end - self.first, self.capacity, self.storage
+        if capacity <= old:
+            return
+        self.capacity = max(capacity, 2 * old if self._most is None else min(2 * old, self._most))
+        self._allocate()
+        for spec, storage in before.items():
+            self.storage[spec][..., :old, :] = storage
+
+    def prepare(self, lengths: Tensor, entries: int) -> None:
+        """Make room for so many entries after the longest of rows with `lengths` [B]."""
+        longest, unseen = int(lengths.max()), unseen_by(lengths, self.window, SLACK)
+        if longest + entries - self.first > self.capacity and unseen > self.first:
+            gone, filled = unseen - self.first, longest - self.first
+            for storage in self.storage.values():
+                storage[..., : filled - gone, :] = storage[..., gone:filled, :].clone()  # they may overlap
+            self.first = unseen
+        self.reserve(longest + entries)
+        self.shown = max(unseen_by(lengths, self.window, 0), self.first)
+
+    def release(self) -> None:
+        """Free the buffers, and what they hold; they grow again when room is asked for."""
+        self.capacity = 0
+        self._allocate()
+
+    def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Return True if the buffers take values of that device and dtype.
+
+        Buffers made in inference mode take none outside it.
+        """
+        return all(
+            (spec.device, spec.dtype) == (device, dtype)
+            and (torch.is_inference_mode_enabled() or not storage.is_inference())
+            for spec, storage in self.storage.items()
+        )
+
+    # ---- entries ------------------------------------------------------------------------------------
+
+    def buffer(self, index: int) -> Tensor:
+        """Buffer `index`, [B, heads, capacity, head_dim], a view."""
+        if torch.is_grad_enabled():  # a view made without gradients cannot be written to with them
+            spec, place = self._place[index]
+            return self.storage[spec][place]
+        return self._buffers[index]
+
+    def shown_to(self, index: int, end: int) -> Tensor:
+        """Entries [B, heads, S, head_dim] of a buffer that are shown to new ones, the last of which is before `end`."""
+        return self.buffer(index)[:, :, self.shown - self.first : end - self.first]
+
+    def write(self, index: int, values: Tensor, positions: Tensor | int) -> Tensor:
+        """Write `values` [B, heads, Q, head_dim] at `positions` and return the whole buffer.
+
+        Args:
+            positions: the first of Q consecutive ones that all rows share, or [B, Q] one per entry, in stores
+                without a window.
+        """
+        buffer = self.buffer(index)
+        if values.dtype != buffer.dtype:  # under autocast, projections are of another
+            values = values.to(buffer.dtype)
+        if isinstance(positions, int):
+            buffer.narrow(2, positions - self.first, values.shape[2]).copy_(values)
+        else:
+            rows = torch.arange(len(values), device=buffer.device)
+            # Not scatter_, for which compiled code copies the whole buffer.
+            buffer[rows[:, None], :, positions.to(buffer.device)] = values.transpose(1, 2)
+        return buffer
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the entries at positions `source` [B, A] to positions `target` [B, A], in every buffer."""
+        for storage in self.storage.values():
+            by_slot = storage.transpose(2, 3)  # [buffers, B, capacity, heads, head_dim]
+            row = torch.arange(self._batch_size, device=storage.device)[:, None]
+            old, new = ((positions - self.first).to(storage.device) for positions in (source, target))
+            by_slot[:, row, new] = by_slot[:, row, old]
+
+    def take_rows(self, other: SlotStore, count: int, rows: Sequence[tuple[int, int]]) -> None:
+        """Hold the first `count` entries of row `there` of a store of the same shapes in row `here`, of each pair.
+
+        The rest of the row is zeros: entries of an earlier call might be NaN, which masks do not hide.
+        """
+        self.reserve(count)
+        for spec, storage in self.storage.items():
+            for here, there in rows:
+                storage[:, here] = 0
+                storage[:, here, :, :count] = other.storage[spec][:, there, :, :count]
+
+    def take_over(self, index: int, states: Tensor, pads: list[int], slots: int) -> None:
+        """Copy entries [B, heads, n, head_dim], the last n of `slots` slots, to their positions.
+
+        Args:
+            pads: left padding per row.
+        """
+        buffer, kept = self.buffer(index), states.shape[2]
+        for row, pad in enumerate(pads):
+            start, end = max(slots - kept - pad, self.first), slots - pad
+            buffer[row, :, start - self.first : end - self.first] = states[row, :, kept - (end - start) :]
+
+    def read(self, index: int, starts: Tensor, count: int) -> Tensor:
+        """Read `count` entries of each row from positions `starts` [B] on: [B, heads, count, head_dim].
+
+        Raises:
+            RuntimeError: some have made room for others.
+        """
+        if int(starts.min()) < self.first:
+            raise RuntimeError("The window has left those positions.")
+        buffer = self.buffer(index)
+        slots = (starts - self.first)[:, None] + torch.arange(count)
+        where = slots.to(buffer.device)[:, None, :, None]
+        return buffer.gather(2, where.expand(-1, buffer.shape[1], -1, buffer.shape[3]))
+
+
+def _zeros(_: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def unseen_by(lengths: Tensor, window: int | None, slack: int) -> int:
+    """Return the number of first positions that no row of `lengths` [B] will attend to again, less some `slack`."""
+    return 0 if window is None else max(int(lengths.min()) - window - slack, 0)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -22,43 +229,48 @@ class SlotLayer(CacheLayerMixin):
 
     Args:
         owner: the cache.
-        buffers: hold the layer's keys and values; None makes them of the first ones that are written.
-        index: of the layer within the buffers.
+        store: holds the layer's keys and values; None makes one of the first ones that are written.
+        index: of the layer within the store.
     """
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, owner: SlotCache, buffers: LayerBuffers | None = None, index: int = 0) -> None:
+    def __init__(self, owner: SlotCache, store: SlotStore | None = None, index: int = 0) -> None:
         self.owner, self.index = owner, index
-        self.buffers: Any = buffers
+        self.store: Any = store
         self.is_initialized = True
 
     @property
     def keys(self) -> Tensor:
         """Keys [B, heads, S, head_dim] that are shown before new ones; some targets look whether there are any."""
-        return self.buffers.shown_to(2 * self.index, self.owner.start)
+        return self.store.shown_to(2 * self.index, self.owner.start)
 
     @property
     def values(self) -> Tensor:
         """Values [B, heads, S, head_dim], like `keys`."""
-        return self.buffers.shown_to(2 * self.index + 1, self.owner.start)
+        return self.store.shown_to(2 * self.index + 1, self.owner.start)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Leave the layer without buffers: `update` makes them."""
+        """Leave the layer without a store: `update` makes it."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner
-        if self.buffers is None:
-            self.buffers = owner.add([spec_of(key_states), spec_of(value_states)])
-        keys = owner.write_next(self.buffers, 2 * self.index, key_states)
-        return keys, owner.write_next(self.buffers, 2 * self.index + 1, value_states)
+        if self.store is None:
+            self.store = owner.add([SlotSpec.of(key_states), SlotSpec.of(value_states)])
+        return self._write(2 * self.index, key_states), self._write(2 * self.index + 1, value_states)
+
+    def _write(self, index: int, states: Tensor) -> Tensor:
+        """Write the entries [B, heads, Q, head_dim] of a forward, and return all that are shown to them."""
+        owner = self.owner
+        self.store.write(index, states, owner.start if owner.places is None else owner.places)
+        return self.store.shown_to(index, owner.end)
 
     def get_seq_length(self) -> int:
         return self.owner.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        shown = 0 if self.buffers is None else self.buffers.shown
+        shown = 0 if self.store is None else self.store.shown
         return self.owner.end - shown, shown
 
     def get_max_length(self) -> int:
@@ -66,7 +278,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache:
-    """Keys and values of B rows, in buffers that several layers share.
+    """Keys and values of B rows, in stores that several layers share.
 
     Args:
         lengths: [B] committed entries per row, on the device on which rounds count them.
@@ -90,7 +302,7 @@ class SlotCache:
         self.places: Tensor | None = None
         self._counts_on_host = True
         self.start = self.end = self.longest
-        self.buffers: list[LayerBuffers] = []
+        self.stores: list[SlotStore] = []
         self.cache = Cache(layers=[])
 
     @classmethod
@@ -102,49 +314,45 @@ class SlotCache:
 
     @classmethod
     def of_layers(cls, layers: int, batch_size: int, capacity: int) -> Self:
-        """Make an empty one for modules of transformers, with buffers as their first keys and values need them."""
+        """Make an empty one for modules of transformers, with stores as their first keys and values need them."""
         cache = cls(torch.zeros(batch_size, dtype=torch.long), capacity)
         cache.cache = Cache(layers=[SlotLayer(cache) for _ in range(layers)])
         return cache
 
-    def as_fixed(
-        self,
-        batch_size: int,
-        capacity: int,
-        device: torch.device,
-        zeros: Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor],
-    ) -> Self:
+    def as_fixed(self, batch_size: int, capacity: int, device: torch.device, zeros: Zeros) -> Self:
         """Make an empty one with the same buffers on fixed shapes.
 
         Args:
             batch_size: B.
             capacity: slots of each row.
             device: on which rounds count entries.
-            zeros: makes the storage (see `SlotStore`).
+            zeros: makes the storage.
         """
         other = type(self)(torch.zeros(batch_size, dtype=torch.long, device=device), capacity)
-        other.fixed = True
-        other.buffers = [LayerBuffers(SlotStore(self.store.specs, batch_size, capacity, zeros=zeros))]
-        other.end = capacity
+        other.stores = [SlotStore(self.store.specs, batch_size, capacity, zeros=zeros)]
+        other.fixed, other.end = True, capacity
         return other
 
-    def add(self, specs: Sequence[SlotSpec], window: int | None = None) -> LayerBuffers:
-        """Make buffers of these shapes, of layers that attend to `window` positions; None if all."""
-        made = LayerBuffers.of(specs, self.counted, max(self.capacity, self.end), self.most, window)
-        self.buffers.append(made)
+    def add(self, specs: Sequence[SlotSpec], window: int | None = None) -> SlotStore:
+        """Make a store of these shapes, for layers that attend to `window` positions; None if all."""
+        capacity, first = max(self.capacity, self.end), unseen_by(self.counted, window, SLACK)
+        if window is not None:
+            capacity = min(capacity, max(self.longest - first, window + SLACK) + SPARE)
+        made = SlotStore(specs, len(self.counted), capacity, self.most, window=window, first=first)
+        self.stores.append(made)
         return made
 
     @property
     def specs(self) -> list[SlotSpec]:
         """Shapes of all buffers."""
-        return [spec for buffers in self.buffers for spec in buffers.store.specs]
+        return [spec for store in self.stores for spec in store.specs]
 
     @property
     def store(self) -> SlotStore:
         """The buffers of all layers, where none has a window."""
-        (buffers,) = self.buffers
-        assert buffers.window is None
-        return buffers.store
+        (store,) = self.stores
+        assert store.window is None
+        return store
 
     @property
     def ragged(self) -> bool:
@@ -163,7 +371,7 @@ class SlotCache:
 
     def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return True if all buffers take values of that device and dtype."""
-        return all(buffers.store.writable(device, dtype) for buffers in self.buffers)
+        return all(store.writable(device, dtype) for store in self.stores)
 
     # ---- writing ------------------------------------------------------------------------------------
 
@@ -173,14 +381,14 @@ class SlotCache:
             self.start = self.capacity - entries
             return
         self.start, self.end, self.places = self.longest, self.longest + entries, None
-        for buffers in self.buffers:
-            buffers.prepare(self.counted, self.longest, entries)
+        for store in self.stores:
+            store.prepare(self.counted, entries)
 
     def place(self, slots: Tensor, end: int) -> None:
         """Let the next forward write its entries at `slots` [B, Q] and attend to the first `end` slots."""
         self.places, self.end = slots, end
-        for buffers in self.buffers:
-            buffers.store.reserve(end)
+        for store in self.stores:
+            store.reserve(end)
 
     def reach(self, entries: int) -> int:
         """Make room for that many new entries per row, and return how many slots are looked at with them."""
@@ -188,24 +396,11 @@ class SlotCache:
             self.prepare(entries)
         return self.end
 
-    def write(self, index: int, values: Tensor, positions: Tensor) -> Tensor:
-        """Write new entries [B, heads, R, head_dim] at the first R of `positions` [B, Q]; return the whole buffer."""
-        return self.store.write(index, values, positions[:, : values.shape[2]] if self.ragged else self.longest)
-
-    def write_next(self, buffers: LayerBuffers, index: int, states: Tensor) -> Tensor:
-        """Write the entries [B, heads, Q, head_dim] of a forward, and return all that are shown to them."""
-        store = buffers.store
-        if self.places is not None:
-            store.write(index, states, self.places)
-        else:
-            store.write(index, states, self.start - buffers.first)
-        return buffers.shown_to(index, self.end)
-
     # ---- committed entries --------------------------------------------------------------------------
 
-    def past_positions(self, buffers: LayerBuffers) -> Tensor:
+    def past_positions(self, store: SlotStore) -> Tensor:
         """Position [B, S] of each entry that is shown before new ones; -1 where a row has none."""
-        positions = torch.arange(buffers.shown, self.start, device=self.lengths.device)
+        positions = torch.arange(store.shown, self.start, device=self.lengths.device)
         return torch.where(positions < self.lengths[:, None], positions, -1)
 
     def move(self, path: Tensor) -> None:
@@ -219,8 +414,8 @@ class SlotCache:
         target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
         if not self.fixed and torch.equal(source, target):  # roots of rows of equal length are in place already
             return
-        for buffers in self.buffers:
-            buffers.store.move(source - buffers.first, target - buffers.first)
+        for store in self.stores:
+            store.move(source, target)
 
     def advance(self, counts: Tensor) -> None:
         """Count `counts` [B] more committed entries, which lie in their slots already."""
@@ -233,7 +428,11 @@ class SlotCache:
 
     def set_lengths(self, lengths: Tensor) -> None:
         """Count `lengths` [B] committed entries; what lies after them is dropped."""
-        self.counted, self.lengths = lengths.cpu(), lengths.to(self.lengths.device)
+        self.counted = lengths.cpu()
+        if self.fixed:
+            self.lengths.copy_(lengths)
+        else:
+            self.lengths = lengths.to(self.lengths.device)
 
     def cut(self, lengths: Tensor) -> bool:
         """Drop what follows `lengths` [B]; change nothing and return False where a row has fewer entries."""
@@ -250,29 +449,15 @@ class SlotCache:
         other.lengths, other._counts_on_host = self.lengths.clone(), False
         return other
 
-    def load(self, other: SlotCache, rows: Sequence[int]) -> None:
-        """Hold in place what another cache of the same layers does, row `rows[i]` of it in row i."""
-        rows = list(rows)
-        self.counted = other.counted[rows]
-        self.store.clear_from(0)  # entries of an earlier call might be NaN
-        self.store.copy_from(other.store, self.longest, [*enumerate(rows)])
-        if self.fixed:
-            self.lengths.copy_(self.counted)
-        else:
-            self.set_lengths(self.counted)
-
-    def take_in(self, other: SlotCache, rows: Sequence[int]) -> None:
-        """Hold what another cache of the same layers does, row i of it in this one's row `rows[i]`."""
-        rows = list(rows)
-        for row in rows:
-            self.store.clear_row(row)
+    def take_rows(self, other: SlotCache, rows: Sequence[tuple[int, int]]) -> None:
+        """Hold row `there` of another cache of the same layers in row `here`, for each pair (here, there)."""
+        here, there = (list(part) for part in zip(*rows, strict=True))
         counted = self.counted.clone()
-        counted[rows] = other.counted
+        counted[here] = other.counted[there]
         self.set_lengths(counted)
-        self.store.copy_from(other.store, other.longest, [(row, place) for place, row in enumerate(rows)])
-        self.store.reserve(self.longest)
+        self.store.take_rows(other.store, int(other.counted[there].max()), rows)
 
     def release(self) -> None:
-        """Free all entries, which another cache holds until it hands them back (`take_in`)."""
-        for buffers in self.buffers:
-            buffers.store.release()
+        """Free all entries, which another cache holds until it hands them back (`take_rows`)."""
+        for store in self.stores:
+            store.release()

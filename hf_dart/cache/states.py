@@ -110,7 +110,11 @@ class RunningStates:
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Take the states after the first `counts[b]` nodes of `path[b]` [B, A]; all at once, or none."""
-        self.committed, self._nodes = self.after(path, counts), {}
+        self.take(self.after(path, counts))
+
+    def take(self, states: States) -> None:
+        """Let these be the committed states."""
+        self.committed = states
 
     def after(self, path: Tensor, counts: list[int] | Tensor) -> States:
         """Return the states that `commit` would take. A tensor of counts [B] is not read on the host."""
@@ -123,24 +127,21 @@ class RunningStates:
             slot: torch.where(_like(number > 0, state), state, self.committed[slot]) for slot, state in new.items()
         }
 
-    def take_in(self, states: Mapping[Any, Tensor], rows: list[int]) -> None:
-        """Take `states` [R, ...] of some rows [R] from elsewhere."""
-        self._nodes = {}
-        self.committed = {
-            slot: state.index_copy(0, torch.tensor(rows, device=state.device), states[slot])
-            for slot, state in self.committed.items()
-        }
-
-    def load(self, like: RunningStates, rows: Sequence[int]) -> None:
-        """Hold the states of the `rows` [B] of another cache."""
-        self.committed = {slot: like.committed[slot][list(rows)] for slot in self.committed}
+    def take_rows(self, other: RunningStates, rows: Sequence[tuple[int, int]]) -> None:
+        """Take the states of row `there` of another cache in row `here`, for each pair (here, there)."""
+        here, there = torch.tensor(rows).T
+        self.take(
+            {
+                slot: state.index_copy(0, here.to(state.device), other.committed[slot][there])
+                for slot, state in self.committed.items()
+            }
+        )
 
     def back_to_prompt(self, rows: Tensor) -> None:
         """Take the states after the prompt again in some rows, [B] bool."""
-        self.committed = {
-            slot: torch.where(_like(rows, state), self.prompt[slot], state) for slot, state in self.committed.items()
-        }
-        self._nodes = {}
+        self.take(
+            {slot: torch.where(_like(rows, state), self.prompt[slot], state) for slot, state in self.committed.items()}
+        )
 
 
 class FixedStates(RunningStates):
@@ -165,19 +166,10 @@ class FixedStates(RunningStates):
     def levels(self, device: torch.device) -> TreeLevels:
         raise RuntimeError("a tree of so many nodes goes level by level, as the host lays it out")
 
-    def load(self, like: RunningStates, rows: Sequence[int]) -> None:
-        """Take over the states of a call's rows [B]."""
+    def take(self, states: States) -> None:
+        """Write these into the buffers; captured forwards do the same with those of nodes, which are kept."""
         for slot, state in self.committed.items():
-            state.copy_(like.committed[slot][list(rows)])
-
-    def commit(self, path: Tensor, counts: list[int]) -> None:
-        # Node states are kept: a captured forward overwrites them in place with those of the next tree.
-        self.take([*self.after(path, torch.tensor(counts, device=path.device)).values()])
-
-    def take(self, states: Sequence[Tensor]) -> None:
-        """Write other states into the buffers."""
-        for mine, given in zip(self.committed.values(), states, strict=True):
-            mine.copy_(given)
+            state.copy_(states[slot])
 
 
 def _like(rows: Tensor, state: Tensor) -> Tensor:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_dart.cache.slot_cache import SlotCache, SlotLayer
-from hf_dart.cache.slots import LayerBuffers, outgrows, spec_of
+from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotSpec, SlotStore, outgrows
 from hf_dart.cache.states import FixedStates, RunningStates, StatefulCache, states_of
 from hf_dart.cache.stock_layers import (
     attention_layers,
@@ -78,20 +77,20 @@ class TargetCache:
         """Copy the prompt's entries, and return the layers that show them."""
         stock = attention_layers(self.stock)
         seen = [self._window(*part) for part in zip(stock, windows or [None] * len(stock), strict=True)]
-        buffers: dict[int | None, LayerBuffers] = {}
+        stores: dict[int | None, SlotStore] = {}
         for window in dict.fromkeys(seen):
             layers = [layer for layer, its in zip(stock, seen, strict=True) if its == window]
             held = [states for layer in layers for states in held_by(layer)]
-            buffers[window] = self.entries.add([spec_of(states) for states in held], window)
+            stores[window] = self.entries.add([SlotSpec.of(states) for states in held], window)
             for index, states in enumerate(held):
-                buffers[window].take_over(index, states, pads, self._prompt_slots)
+                stores[window].take_over(index, states, pads, self._prompt_slots)
         layers = list(self.stock.layers)
         for order, (place, its) in enumerate(zip(attention_places(self.stock), seen, strict=True)):
-            layers[place] = SlotLayer(self.entries, buffers[its], seen[:order].count(its))
+            layers[place] = SlotLayer(self.entries, stores[its], seen[:order].count(its))
         return layers
 
     def _window(self, layer: Any, window: int | None) -> int | None:
-        """Return a layer's `window` if it is worth a buffer of its own, and what lies before it is never needed."""
+        """Return a layer's `window` if it is worth a store of its own, and what lies before it is never needed."""
         if window is None or not outgrows(window, self.entries.most):
             return None
         # Stock's other sliding layers are given the whole text back.
@@ -120,7 +119,7 @@ class TargetCache:
         return self._with(entries, states)
 
     def of_seats(self, seats: int) -> Self:
-        """Make one with the same layers for that many rows, whose entries are to be taken in (`take_in`)."""
+        """Make one with the same layers for that many rows, whose entries are to be taken in (`take_rows`)."""
         entries = SlotCache(torch.ones(seats, dtype=torch.long), self.entries.capacity)
         entries.add(self.entries.specs)
         states = None
@@ -135,8 +134,8 @@ class TargetCache:
         other = copy(self)
         other.stock, other.entries, other.states = Cache(layers=[]), entries, states
         layers = list(self.cache.layers)
-        for order, place in enumerate(attention_places(self.cache) if self.entries.buffers else ()):
-            layers[place] = SlotLayer(entries, entries.buffers[0], order)
+        for order, place in enumerate(attention_places(self.cache) if self.entries.stores else ()):
+            layers[place] = SlotLayer(entries, entries.stores[0], order)
         other.cache = Cache(layers=layers)
         if states is not None:
             assert isinstance(self.cache, StatefulCache)
@@ -153,26 +152,19 @@ class TargetCache:
         other.cache = self.cache.like(self.cache.layers, other.states)
         return other
 
-    def load(self, other: TargetCache, rows: Sequence[int]) -> None:
-        """See `SlotCache.load`; running states are those of the rows too."""
-        self.entries.load(other.entries, rows)
-        if self.states is not None:
-            self.states.load(other.states, rows)
-        self._whole = other._whole
-
     def release(self) -> None:
-        """Free entries and states, which another cache holds until it hands them back (`take_in`)."""
+        """Free entries and states, which another cache holds until it hands them back (`take_rows`)."""
         self.entries.release()
         if self.states is not None:
             self._whole = False
             self.states.committed = dict(self.states.prompt)
 
-    def take_in(self, other: TargetCache, rows: Sequence[int]) -> None:
-        """See `SlotCache.take_in`; running states are left out if a commit was interrupted in the other cache."""
+    def take_rows(self, other: TargetCache, rows: Sequence[tuple[int, int]]) -> None:
+        """See `SlotCache.take_rows`; running states are left out if a commit was interrupted in the other cache."""
         self._whole = False
-        self.entries.take_in(other.entries, rows)
+        self.entries.take_rows(other.entries, rows)
         if self.states is not None and other._whole:
-            self.states.take_in(other.states.committed, list(rows))
+            self.states.take_rows(other.states, rows)
         self._whole = other._whole
 
     # ---- rounds -------------------------------------------------------------------------------------
@@ -189,7 +181,7 @@ class TargetCache:
 
     def past_positions(self, layer: int) -> Tensor:
         """Position [B, S] of each entry that layer `layer` shows before new ones; -1 where hidden."""
-        return self.entries.past_positions(self.cache.layers[layer].buffers)
+        return self.entries.past_positions(self.cache.layers[layer].store)
 
     def prepare(self, nodes: int) -> None:
         """Make room for `nodes` tree nodes per row.
@@ -241,7 +233,7 @@ class TargetCache:
         elif bool((self.entries.counted != self.prompt_lengths + grown).any()):
             return
         with undone_on_failure(self.stock):
-            for place in attention_places(self.stock) if self.entries.buffers and grown else ():
+            for place in attention_places(self.stock) if self.entries.stores and grown else ():
                 self._append(self.stock.layers[place], self.cache.layers[place], grown)
             for slot, state in states_of(self.stock).items():
                 state.copy_(self.states.committed[slot])  # in place: captured graphs may read it there
@@ -249,9 +241,9 @@ class TargetCache:
 
     def _append(self, stock: Any, own: SlotLayer, grown: int) -> None:
         """Append the last `grown` entries of every row to one layer of the stock cache."""
-        window = own.buffers.window
+        window = own.store.window
         count = grown if window is None else min(grown, window)
         starts = self.prompt_lengths + grown - count
-        stock.update(*(own.buffers.read(2 * own.index + part, starts, count) for part in range(2)))
+        stock.update(*(own.store.read(2 * own.index + part, starts, count) for part in range(2)))
         if count < grown:
             stock.cumulative_length += grown - count  # entries that it would have dropped

@@ -110,7 +110,7 @@ class _Seat:
         self._verify, self.place, self.session = verify, place, session
         self.failure: Exception | None = None
         self._own = session.verify, session.cache
-        verify.cache.take_in(session.cache, [place])
+        verify.cache.take_rows(session.cache, [(place, 0)])
         session.cache.release()
         held: Any = self
         session.verify = session.cache = held
@@ -146,7 +146,7 @@ class _Seat:
         session, shared = self.session, self._verify.cache
         session.verify, session.cache = self._own
         if session.request.returns_cache:
-            session.cache.load(shared, [self.place])
+            session.cache.take_rows(shared, [(0, self.place)])
         lengths = shared.entries.counted.clone()
         lengths[self.place] = 1  # an entry that its root may look at
         shared.entries.set_lengths(lengths)

@@ -13,8 +13,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.cache.slots import SlotSpec
+from hf_dart.cache.slot_cache import SlotCache, SlotSpec
 from hf_dart.drafters import hooks
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import check_compatible, unwrapped

@@ -70,7 +70,7 @@ class Tier:
     @contextmanager
     def taken_by(self, session: Session) -> Iterator[None]:
         """Let the rounds of a session that is loaded run on this tier, and bring its own caches to where they end."""
-        runner, rows = session.drafter_runner, range(len(session.rows))
+        runner, rows = session.drafter_runner, _every_row(session)
         cache, verify, state, propose = session.cache, session.verify, runner.drafter_state.state, runner.propose_with
         cache.release()  # its entries are on the tier now
         session.verify, session.cache = self, self._cache
@@ -84,20 +84,20 @@ class Tier:
             runner.drafter_state.state, runner.propose_with = state, propose
             session.pace.fill_up(None)
             if session.request.returns_cache or not session.rows.finished:
-                cache.take_in(taken, rows)
+                cache.take_rows(taken, rows)
             if self._draft_cache is not None:
-                state.take_in(self._draft_cache, rows)
+                state.take_rows(self._draft_cache, rows)
 
     def load(self, session: Session) -> None:
         """Take over where a session stands."""
-        rows = range(len(session.rows))
+        rows = _every_row(session)
         self._session, self.failure = session, None
         self._verify = self._verifier(session.verify, self._cache)
-        self._cache.load(session.cache, rows)
+        self._cache.take_rows(session.cache, rows)
         if self._shift is not None:
             self._shift.copy_(session.verify.shift)
         if self._draft_cache is not None:
-            self._draft_cache.load(session.drafter_runner.drafter_state.state, rows)
+            self._draft_cache.take_rows(session.drafter_runner.drafter_state.state, rows)
 
     def _verifier(self, like: Verifier, cache: TargetCache) -> Verifier:
         return Verifier(like.target, cache, like.kinds, like.feature_layers, shift=self._shift)
@@ -208,6 +208,11 @@ def drafts_on_fixed_shapes(session: Session) -> bool:
     """Tell whether a session's drafter can run on fixed shapes where the target is."""
     drafter: Any = session.request.drafter
     return drafter.fixed_shapes and drafter.device == session.request.model.device
+
+
+def _every_row(session: Session) -> list[tuple[int, int]]:
+    """Return each row twice: its place in the session's caches and in the tier's."""
+    return [(row, row) for row in range(len(session.rows))]
 
 
 def _filled_up(size: int, least: int = 8) -> int:

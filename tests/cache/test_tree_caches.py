@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer
 
-from hf_dart.cache import slots as buffers
-from hf_dart.cache.slots import SlotStore
+from hf_dart.cache import slot_cache
+from hf_dart.cache.slot_cache import SlotStore
 from hf_dart.cache.stock_layers import attention_layers, window_of
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import feed, finish
@@ -44,7 +44,7 @@ def windowed(
 ) -> TargetCache:
     """Sliding layers that keep their window and next to nothing else."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(buffers, "SPARE", 0)
+        patch.setattr(slot_cache, "SPARE", 0)
         windows = [window_of(layer) for layer in attention_layers(prefilled)]
         return TargetCache(prefilled, pads, capacity, keep, most, windows)
 
@@ -56,7 +56,7 @@ def kinds_of_cache(family: str) -> list[Callable[..., TargetCache]]:
 @pytest.fixture(autouse=True)
 def _tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """No slack: short texts move windows, and what is dropped too soon is missed."""
-    monkeypatch.setattr(buffers, "SLACK", 0)
+    monkeypatch.setattr(slot_cache, "SLACK", 0)
 
 
 def representative(*case: Any) -> Any:
@@ -237,9 +237,9 @@ def test_buffers_grow_no_larger_than_the_call(tokens: int, monkeypatch: pytest.M
     sizes = []
     reserve = SlotStore.reserve
 
-    def noted(self: SlotStore, capacity: int) -> None:
+    def noted(self: SlotStore, end: int) -> None:
         before = self.capacity
-        reserve(self, capacity)
+        reserve(self, end)
         sizes.append((before, self.capacity))
 
     target = attach(tiny_target("llama", max_position_embeddings=1024))
@@ -286,8 +286,8 @@ class Breaking(BaseStreamer):
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral", marks=pytest.mark.matrix)])
 def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Long texts, whole and broken off; the cache that comes back is stock's."""
-    monkeypatch.setattr(buffers, "SLACK", 2 * (MAX_DRAFT_LENGTH + 1))
-    monkeypatch.setattr(buffers, "SPARE", 24)
+    monkeypatch.setattr(slot_cache, "SLACK", 2 * (MAX_DRAFT_LENGTH + 1))
+    monkeypatch.setattr(slot_cache, "SPARE", 24)
     made: list[Any] = []
 
     def noted(*args: Any, **kwargs: Any) -> TargetCache:
@@ -322,7 +322,7 @@ def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monke
 
 def check_windows(cache: TargetCache) -> None:
     """The buffers of sliding layers have moved on, and are of their window's size."""
-    windowed = next(one for one in cache.entries.buffers if one.window == WINDOW)
+    windowed = next(one for one in cache.entries.stores if one.window == WINDOW)
     spread = int(cache.lengths.max() - cache.lengths.min())
     assert windowed.first > 60
-    assert windowed.store.capacity <= (2 if spread else 1) * (WINDOW + buffers.SLACK + buffers.SPARE + spread)
+    assert windowed.capacity <= (2 if spread else 1) * (WINDOW + slot_cache.SLACK + slot_cache.SPARE + spread)

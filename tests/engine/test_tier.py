@@ -91,7 +91,7 @@ def test_rows_go_back_to_their_places() -> None:
     seats = SlotCache.begin(cache.specs[0], len(cache.specs), 2, 8)
     seats.advance(torch.tensor([2, 6]))
     seats.store.buffer(0).copy_(torch.arange(2.0)[:, None, None, None])
-    cache.take_in(seats, [0, 2])
+    cache.take_rows(seats, [(0, 0), (2, 1)])
     assert cache.lengths.tolist() == cache.counted.tolist() == [2, 4, 6]
     assert torch.equal(cache.store.buffer(0)[1, :, :4], before[1, :, :4])
     assert (cache.store.buffer(0)[0, :, :2] == 0).all()
@@ -104,7 +104,7 @@ def test_seats_are_filled_by_any_rows() -> None:
     cache = TargetCache(prefill(tiny_target("lfm2"), prompts([4, 6, 5])), [2, 0, 1], 8, keep=True)
     seats = cache.as_fixed(2, 16, 8, torch.device("cpu"), Memory().of)
     rows = [2, 0]
-    seats.load(cache, rows)
+    seats.take_rows(cache, [*enumerate(rows)])
     assert seats.lengths.tolist() == seats.entries.counted.tolist() == [5, 4]
     for seat, row in enumerate(rows):
         held, given = (part.entries.store.buffer(0) for part in (seats, cache))
@@ -114,7 +114,7 @@ def test_seats_are_filled_by_any_rows() -> None:
             assert torch.equal(seats.states.committed[slot][seat], state[row])
             seats.states.committed[slot][seat] = row
     before = dict(cache.states.committed)
-    cache.take_in(seats, rows)
+    cache.take_rows(seats, [(row, seat) for seat, row in enumerate(rows)])
     for slot, state in cache.states.committed.items():
         assert torch.equal(state[1], before[slot][1])
         assert all((state[row] == row).all() for row in rows)

@@ -29,6 +29,14 @@ SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba"]
 PADS, PROMPT, NODES, DEPTH = [0, 3, 6], 13, 16, 5
 
 
+class _Failure(Exception):
+    pass
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise _Failure
+
+
 def sampled(families: list[str]) -> list[Any]:
     """Some of them by default, all with `-m matrix`."""
     return [family if family in SAMPLE else pytest.param(family, marks=pytest.mark.matrix) for family in families]
@@ -151,7 +159,7 @@ def test_what_is_written_back_is_stocks_cache() -> None:
 
 
 @torch.no_grad()
-def test_a_row_that_went_too_far_goes_back_to_its_prompt() -> None:
+def test_a_row_that_went_too_far_goes_back_to_its_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand("qwen3_5")
     verify = stand.verifier()
     tokens = torch.tensor([[7, 8, 9]] * len(PADS))
@@ -168,20 +176,18 @@ def test_a_row_that_went_too_far_goes_back_to_its_prompt() -> None:
     close("qwen3_5", logits[0], wanted[0, 1:])
     close("qwen3_5", logits[1], wanted[1, :2])
     close("qwen3_5", logits[2, 0], wanted[2, 2])
-
-
-class _Failure(Exception):
-    pass
+    # Broken off on the way back, the cache is not read.
+    monkeypatch.setattr(verify.cache.states, "back_to_prompt", fails)
+    with pytest.raises(_Failure):
+        verify.cache.truncate(prompts + 1)
+    with pytest.raises(RuntimeError, match="cannot be read"):
+        verify.cache.write_back(1)
 
 
 def test_forwards_are_back_after_any_exception(monkeypatch: pytest.MonkeyPatch) -> None:
     stand = Stand("qwen3_5")
     verify, mixers = stand.verifier(), mixers_of(stand.model)
     assert len(mixers) == 3
-
-    def fails(*_: Any, **__: Any) -> Any:
-        raise _Failure
-
     monkeypatch.setattr(mixers[1].module.norm, "forward", fails)
     with torch.no_grad(), pytest.raises(_Failure):
         verify(DraftTree.chain(torch.full((len(PADS), 2), 5)))
