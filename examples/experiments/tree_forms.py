@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -27,6 +26,7 @@ from hf_dart.cache.target_cache import TargetCache
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.models.running_states.by_levels import by_levels
 from hf_dart.models.running_states.families import AtOnce
+from hf_dart.models.running_states.tree_forward import Mixer
 from hf_dart.models.stock_steps import StockSteps
 from hf_dart.models.verify import Verifier, layer_windows, mask_kinds
 from hf_dart.trees.tree import DraftTree
@@ -80,7 +80,7 @@ def measured(rounds: int) -> dict[str, Any]:
     trees = TargetCache(cache, [0], 4 * PROMPT, keep=True, windows=layer_windows(model, cache))
     verify = Verifier(model, trees, mask_kinds(model, cache), [])
     assert all(isinstance(mixer.form, AtOnce) for mixer in verify.mixers)
-    ways = {"once": verify.mixers, "levels": [replace(mixer, form=by_levels) for mixer in verify.mixers]}
+    ways = {"once": verify.mixers, "levels": [Mixer(mixer.module, mixer.slots, by_levels) for mixer in verify.mixers]}
 
     def one_round(way: str, tree: DraftTree) -> None:
         verify.mixers = ways[way]

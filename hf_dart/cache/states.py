@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.stock_layers import LinearAttentionLayer, keeps_entries, keeps_states
+from hf_dart.cache.stock_layers import LinearAttentionLayer, keeps_entries, keeps_states, take_states
 from hf_dart.trees.levels import TreeLevels
 from hf_dart.trees.paths import TreePaths
 from hf_dart.trees.tree import DraftTree
@@ -177,6 +177,14 @@ def _like(rows: Tensor, state: Tensor) -> Tensor:
     return rows.to(state.device).view(-1, *[1] * (state.ndim - 1))
 
 
+def _emptied(layer: Any) -> Any:
+    """Return a stock layer that has taken in as much as another one, without its states."""
+    made = LinearAttentionLayer()
+    take_states(made, layer)
+    made.conv_states, made.recurrent_states = dict.fromkeys(made.conv_states), dict.fromkeys(made.recurrent_states)
+    return made
+
+
 class StatefulCache(Cache):
     """A cache for verifying trees: attention layers that take nodes, and running states that are lent, not written.
 
@@ -188,14 +196,11 @@ class StatefulCache(Cache):
 
     def __init__(self, layers: Iterable[Any], stock: Cache, states: RunningStates) -> None:
         self.states = states
-        self._known: dict[int, dict[str, Any]] = {}
+        self._known = {place: _emptied(layer) for place, layer in enumerate(stock.layers) if keeps_states(layer)}
         own = list(layers)
-        for place, layer in enumerate(stock.layers):
-            if keeps_states(layer):
-                names = vars(LinearAttentionLayer(number_of_states=layer.number_of_states))
-                self._known[place] = {name: vars(layer)[name] for name in names}
-                if not keeps_entries(own[place]):
-                    own[place] = LinearAttentionLayer(number_of_states=layer.number_of_states)
+        for place, layer in enumerate(own):
+            if keeps_states(layer) and not keeps_entries(layer):
+                own[place] = LinearAttentionLayer(number_of_states=layer.number_of_states)
         super().__init__(layers=own)
 
     def like(self, layers: Iterable[Any], states: RunningStates) -> StatefulCache:
@@ -209,10 +214,7 @@ class StatefulCache(Cache):
         layers = list(self.layers)
         for place in {slot.layer for slot in states}:
             layers[place] = LinearAttentionLayer()
-            for name, its in self._known[place].items():
-                vars(layers[place])[name] = dict(its) if isinstance(its, dict) else its
-            layers[place].conv_states = dict.fromkeys(layers[place].conv_states)
-            layers[place].recurrent_states = dict.fromkeys(layers[place].recurrent_states)
+            take_states(layers[place], self._known[place])
         lent = Cache(layers=layers)
         for slot, state in states.items():
             slot.write(lent, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -77,10 +76,10 @@ def slots_of(cache: Cache) -> int:
 
 
 def take_states(layer: Any, source: Any) -> None:
-    """Give a stock layer copies of the running states of another one of its kind."""
+    """Give a stock layer the running states of another one, the very tensors."""
     for name in vars(LinearAttentionLayer()):
         value = vars(source)[name]
-        vars(layer)[name] = copy.deepcopy(value) if isinstance(value, dict) else value
+        vars(layer)[name] = dict(value) if isinstance(value, dict) else value
 
 
 def window_of(layer: Any) -> int | None:

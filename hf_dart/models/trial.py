@@ -62,8 +62,13 @@ _LOUDEST = 64.0
 # Texts that may differ before a target is refused: rounding may send a token to another expert.
 _TRIES = 3
 
-# Left padding of the rows of a trial: one row, a batch, a padded batch.
+# Left padding of the rows of a trial: one row, a batch, a padded batch; how each is called, and what to do instead.
 _ONE, _UNPADDED, _PADDED = (0,), (0, 0), (0, 3)
+_WORDS = {
+    _ONE: ("", "a token tree", "it is not supported,"),
+    _UNPADDED: (" in a batch", "trees of several rows", "pass one row at a time, or"),
+    _PADDED: (" in a padded batch", "trees of padded rows", "pass rows of one length, or"),
+}
 
 _Case = tuple[Any, ...]
 # Per model and identity, the number of slots up to which it passed in this process.
@@ -143,7 +148,7 @@ def check_verification(
         ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
         StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # the first forward of all may unpack weights
     with as_before(model):
-        trial = _Trial(model, list(pads))
+        trial = _Trial(model, pads)
         longest = max(table, text or 0) - len(TRIAL_TREE)
         lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
         for length in sorted({_PROMPT} | {length for length in lengths if length > _PADDED[1]}):
@@ -168,17 +173,17 @@ class _Trial:
             cache.
     """
 
-    def __init__(self, model: PreTrainedModel, pads: list[int]) -> None:
-        self._model, self._pads = model, pads
+    def __init__(self, model: PreTrainedModel, pads: tuple[int, ...]) -> None:
+        self._model, self._pads = model, list(pads)
         embeddings = model.get_input_embeddings()
         generator = torch.Generator().manual_seed(0)
         size = (len(pads), _PROMPT + _TRIES * (len(TRIAL_TREE) + 1))
         tokens = torch.randint(embeddings.weight.shape[0], size, generator=generator)
         self._tokens = tokens.to(device_of(embeddings))
-        rows = "" if len(pads) == 1 else " in a padded batch" if any(pads) else " in a batch"
+        rows, *self._refusal = _WORDS[pads]
         self._text, self._tree = f"plain text over a DynamicCache{rows}", f"a token tree{rows}"
         with _unmoved(model), _explained(model, self._text):
-            self._outputs = self._prefill(_PROMPT, pads)
+            self._outputs = StockSteps(model, self._ids(_PROMPT), self._pads, _empty_cache(model)).prefill()
         short = self._outputs[cache_name(model)]
         holds_nothing = type(short) is DynamicCache and not states_of(short)
         if type(short) is not DynamicCache or (
@@ -216,11 +221,7 @@ class _Trial:
             (error,) = highest(self._model, self._tree_against_steps(length, tokens))
             if error <= allowed:
                 return
-        trees, instead = "a token tree", "it is not supported,"
-        if len(self._pads) > 1:
-            trees, instead = "trees of several rows", "pass one row at a time, or"
-        if any(self._pads):
-            trees, instead = "trees of padded rows", "pass rows of one length, or"
+        trees, instead = self._refusal
         raise _RefusalError(
             f"{type(self._model).__name__} computes something else for {trees} than stock does token by token (after "
             f"{length} tokens logits differ by {error:.2g} of the largest, allowed {allowed:.2g}); {instead} call "
@@ -269,12 +270,6 @@ class _Trial:
         """[B, length] tokens, whichever, in front of those that are looked at."""
         return self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[:, :length]
 
-    def _prefill(self, length: int, pads: list[int]) -> Any:
-        """Return the outputs of stock's prefill over the first `len(pads)` rows, or those again and again."""
-        ids = self._ids(length)
-        ids = ids.repeat(-(-len(pads) // len(ids)), 1)[: len(pads)]
-        return StockSteps(self._model, ids, pads, _empty_cache(self._model)).prefill()
-
     def _steps(self, length: int) -> StockSteps:
         """Stock's loop after a prefix."""
         return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).resumed(self._outputs)
@@ -291,21 +286,17 @@ class _Trial:
         for layer, filled in zip(cache.layers, self.short.layers, strict=True):
             if keeps_states(filled):
                 take_states(layer, filled)
-            if filled not in attention_layers(self.short):
-                continue
-            held = filled.keys.shape[2]  # a window may hold fewer
-            which = (entries % held).to(filled.device)
-            rows = torch.arange(len(pads), device=filled.device)[:, None]
-            keys, values = (held_by(filled)[part].transpose(1, 2)[rows, which].transpose(1, 2) for part in range(2))
-            layer.update(keys, values * loudness.to(values)[:, None])
-        return self._loud(cache)
-
-    def _loud(self, cache: Any) -> Any:
-        """Fill the cache's recurrent states with random numbers: after 12 tokens some are next to nothing."""
+            if filled in attention_layers(self.short):
+                rows = torch.arange(len(pads), device=filled.device)[:, None]
+                which = (entries % filled.keys.shape[2]).to(filled.device)  # a window may hold fewer
+                keys, values = (part[rows, :, which].transpose(1, 2) for part in (filled.keys, filled.values))
+                layer.update(keys, values * loudness.to(values)[:, None])
         generator = torch.Generator().manual_seed(0)
         for slot, state in states_of(cache).items():
+            states = state.clone()
             if slot.kind == "recurrent_states" and state.is_floating_point():
-                state.copy_(torch.randn(state.shape, generator=generator))
+                states.copy_(torch.randn(state.shape, generator=generator))  # after 12 tokens some are next to nothing
+            slot.write(cache, states)
         return cache
 
     # ---- what stock's own steps differ by -----------------------------------------------------------------

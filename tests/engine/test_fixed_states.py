@@ -143,15 +143,17 @@ def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         target(**inputs, **{CACHE: before})
     commits: list[None] = []
+    commit = FixedStates.commit
 
-    def take(self: FixedStates, states: Any) -> None:
+    def interrupted(self: FixedStates, path: Any, counts: list[int]) -> None:
         commits.append(None)
-        for place, (mine, given) in enumerate(zip(self.committed.values(), states, strict=True)):
-            if len(commits) == 4 and place == 1:
-                raise KeyboardInterrupt
-            mine.copy_(given)
+        if len(commits) < 4:
+            return commit(self, path, counts)
+        slot, state = next(iter(self.after(path, counts).items()))
+        self.committed[slot].copy_(state)
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(FixedStates, "take", take)
+    monkeypatch.setattr(FixedStates, "commit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         target.generate(**inputs, **{CACHE: cache}, assistant=head, **options)
     assert cache.get_seq_length() == inputs["input_ids"].shape[1]

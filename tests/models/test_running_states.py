@@ -18,7 +18,7 @@ from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.running_states.mixers import mixers_of
-from hf_dart.models.running_states.tree_forward import TreeForward
+from hf_dart.models.running_states.tree_forward import Mixer
 from hf_dart.models.stock_steps import StockSteps
 from hf_dart.models.trial import check_verification
 from hf_dart.models.verify import Verifier, layer_windows, mask_kinds
@@ -236,7 +236,7 @@ def test_other_threads_do_not_notice() -> None:
     for thread in threads:
         thread.join()
     assert not failures
-    assert not any(isinstance(vars(part).get("forward"), TreeForward) for part in stand.model.modules())
+    assert not any(isinstance(vars(part).get("forward"), Mixer) for part in stand.model.modules())
 
 
 class _Average(nn.Module):

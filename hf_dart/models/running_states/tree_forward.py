@@ -9,8 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -18,59 +17,52 @@ from torch import nn
 from hf_dart.cache.states import StatefulCache, StateSlot
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Mixer:
-    """A module that keeps running states, such as a linear attention.
+    """A module that keeps running states, such as a linear attention; called, it is the module's forward for trees.
 
     Attributes:
         module: what runs.
         slots: where the cache keeps its states.
         form: how it takes trees.
+        users: calls that verify trees at this moment, in all threads, while it stands in the module's instance.
+        before: what the instance had there; None if its class's.
     """
 
     module: nn.Module
     slots: tuple[StateSlot, ...]
     form: Form
+    users: int = field(default=0, init=False)
+    before: Any = field(default=None, init=False)
 
-    @cached_property
-    def tree_forward(self) -> TreeForward:
-        """The forward of the module while trees are verified: always the same, for which compiled code looks."""
-        return TreeForward(self)
+    def install(self) -> None:
+        """Stand for the forward that the module has now."""
+        members = vars(self.module)
+        self.before, self._forward = members.get("forward"), self.module.forward
+        members["forward"] = self
 
-
-Form = Callable[[Mixer, Callable[..., Any], StatefulCache, tuple[Any, ...], dict[str, Any]], Any]
-"""A way to run a mixer over the nodes of a tree, with the arguments of `by_levels`."""
-
-
-class TreeForward:
-    """A module's forward while trees are verified, for which it stands in its instance.
-
-    Attributes:
-        users: calls that verify trees at this moment, in all threads.
-        before: what the instance had there; None if its class's.
-    """
-
-    def __init__(self, mixer: Mixer) -> None:
-        self.users = 0
-        self._mixer = mixer
-        self.look()
-
-    def look(self) -> None:
-        """Note the forward that the module has now."""
-        self.before, self._forward = vars(self._mixer.module).get("forward"), self._mixer.module.forward
+    def remove(self) -> None:
+        """Give the module the forward that it had."""
+        del vars(self.module)["forward"]
+        if self.before is not None:
+            vars(self.module)["forward"] = self.before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
         cache = next((part for part in given if isinstance(part, StatefulCache)), None)
         if cache is None:
             return self._forward(*args, **kwargs)
-        return self._mixer.form(self._mixer, self._forward, cache, args, kwargs)
+        return self.form(self, self._forward, cache, args, kwargs)
+
+
+Form = Callable[[Mixer, Callable[..., Any], StatefulCache, tuple[Any, ...], dict[str, Any]], Any]
+"""A way to run a mixer over the nodes of a tree, with the arguments of `by_levels`."""
 
 
 def forward_before(module: nn.Module) -> Any:
     """Return the `forward` that an instance has of its own, whatever stands in for it now; None if nothing."""
     forward = vars(module).get("forward")
-    return forward.before if isinstance(forward, TreeForward) else forward
+    return forward.before if isinstance(forward, Mixer) else forward
 
 
 # An interruption may leave it locked, for this thread alone.
@@ -87,19 +79,15 @@ def tree_forwards(mixers: Sequence[Mixer]) -> Iterator[None]:
     try:
         for mixer in mixers:
             with _INSTALLING:
-                members = vars(mixer.module)
-                if not isinstance(members.get("forward"), TreeForward):
-                    mixer.tree_forward.look()
-                    members["forward"] = mixer.tree_forward
-                members["forward"].users += 1
-                entered.append(mixer)
+                if not isinstance(vars(mixer.module).get("forward"), Mixer):
+                    mixer.install()
+                standing = vars(mixer.module)["forward"]  # another call's, perhaps
+                standing.users += 1
+                entered.append(standing)
         yield
     finally:
         for mixer in entered:
             with _INSTALLING:
-                ours = vars(mixer.module)["forward"]
-                ours.users -= 1
-                if ours.users == 0:
-                    del vars(mixer.module)["forward"]
-                    if ours.before is not None:
-                        vars(mixer.module)["forward"] = ours.before
+                mixer.users -= 1
+                if mixer.users == 0:
+                    mixer.remove()
