@@ -12,6 +12,7 @@ from support.caches import CLOSE, assert_same_cache, prefill
 from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from support.turns import behind
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer
@@ -28,7 +29,6 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 26}
-GREEDY = {"do_sample": False, "max_new_tokens": 26}
 # These families compute their expert weights in fp32, whatever their dtype.
 ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}
 
@@ -95,21 +95,15 @@ def test_trees_over_ragged_rounds(family: str, make: Callable[..., TargetCache],
         logits, features = verify(tree)
         paths = []
         for row in range(batch):
-            parents = tree.parents[row].tolist()
-            for node in range(11):
-                path = [node]
-                while parents[path[0]] >= 0:
-                    path.insert(0, parents[path[0]])
-                if node not in parents:  # a leaf: its path is checked whole
-                    text = torch.tensor([texts[row] + tree.tokens[row, path].tolist()])
-                    plain = target(text, use_cache=False, output_hidden_states=True)
-                    seen = len(texts[row])
-                    torch.testing.assert_close(logits[row, path], plain.logits[0, seen:], **close)
-                    torch.testing.assert_close(features[row, path], plain.hidden_states[1][0, seen:], **close)
-            deepest = int(tree.depths[row].argmax())
-            path = [deepest]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
+            all_paths = [above.nonzero().flatten().tolist() for above in tree.ancestors[row]]
+            inner = tree.parents[row].tolist()
+            for path in (path for path in all_paths if path[-1] not in inner):  # those of leaves, each checked whole
+                text = torch.tensor([texts[row] + tree.tokens[row, path].tolist()])
+                plain = target(text, use_cache=False, output_hidden_states=True)
+                seen = len(texts[row])
+                torch.testing.assert_close(logits[row, path], plain.logits[0, seen:], **close)
+                torch.testing.assert_close(features[row, path], plain.hidden_states[1][0, seen:], **close)
+            path = max(all_paths, key=len)
             paths.append(path[: random.choice([0, 1, len(path), random.randrange(len(path) + 1)])])
         if not any(paths):
             paths[0] = [0]
@@ -156,14 +150,6 @@ def test_layers_show_what_they_hold(make: Callable[..., TargetCache]) -> None:
 # ---- end to end -------------------------------------------------------------------------------------------
 
 
-def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
-    """A second turn after the first one, from its cache."""
-    added = prompts([4] * len(sequences), seed=9)["input_ids"]
-    ids = torch.cat([sequences, added], dim=1)
-    seen = torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)
-    return run(target, {"input_ids": ids, "attention_mask": seen}, 1, **{CACHE: cache}, **options).sequences
-
-
 @pytest.mark.parametrize(
     ("lengths", "eos"),
     [([WINDOW + 5], None), ([9, 3, 7, 13], None), ([9, 3, 7, 13], [3, 11, 19, 27, 35])],
@@ -183,52 +169,12 @@ def test_the_returned_cache_is_stocks(
     drafter = replay(target, inputs, misses=misses, **options) if eos is None else tiny_head(target)
     stock, ours = assert_identical(target, drafter, inputs, **options)
     assert_same_cache(ours.output[CACHE], stock.output[CACHE], pads, stock.output.sequences)
+    told = {"do_sample": False, "max_new_tokens": 8}
     turns = [
-        next_turn(
-            target,
-            done.sequences,
-            inputs["attention_mask"],
-            done.output[CACHE],
-            **{**GREEDY, "max_new_tokens": 8},
-        )
+        run(target, behind(inputs, done.sequences), 1, **{CACHE: done.output[CACHE]}, **told).sequences
         for done in (stock, ours)
     ]
     assert torch.equal(*turns)
-
-
-@pytest.mark.parametrize("lengths", [[7], [9, 3, 7, 13]])
-@pytest.mark.parametrize("family", [representative(family) for family in FAMILIES])
-def test_a_cache_passed_in_is_updated_in_place(family: str, lengths: list[int]) -> None:
-    target = tiny_target(family)
-    head = tiny_head(target)
-    inputs = prompts(lengths)
-    pads = [max(lengths) - length for length in lengths]
-    caches, turns = [], []
-    for drafting in ({}, {"assistant": head}):
-        cache = DynamicCache(config=target.config)
-        text = run(target, inputs, 0, **{CACHE: cache}, **SAMPLED, **drafting).sequences
-        caches.append((cache, text))
-        # Three turns over one cache, each from what the last one left.
-        text = next_turn(target, text, inputs["attention_mask"], cache, **GREEDY, **drafting)
-        text = next_turn(target, text, inputs["attention_mask"], cache, **SAMPLED, **drafting)
-        turns.append(text)
-    assert torch.equal(*turns)
-    (stock, stock_text), (ours, our_text) = caches
-    assert torch.equal(stock_text, our_text)
-    assert_same_cache(ours, stock, pads, turns[0])
-
-
-def test_the_next_turn_may_be_drafted_or_not() -> None:
-    target = tiny_target("gemma3")
-    head = tiny_head(target)
-    inputs = prompts([9, 3, 7, 13])
-    texts = []
-    for first in ({}, {"assistant": head}):
-        for second in ({}, {"assistant": head}):
-            cache = DynamicCache(config=target.config)
-            text = run(target, inputs, 0, **{CACHE: cache}, **SAMPLED, **first).sequences
-            texts.append(next_turn(target, text, inputs["attention_mask"], cache, **SAMPLED, **second))
-    assert all(torch.equal(text, texts[0]) for text in texts)
 
 
 @pytest.mark.parametrize("tokens", [30, 600])
