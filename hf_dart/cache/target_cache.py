@@ -64,7 +64,7 @@ class TargetCache:
         self.entries = SlotCache(self.prompt_lengths, capacity, most)
         layers = self._take_over(pads, windows) if attends else list(prefilled.layers)
         self.states: Any = None
-        self.cache = Cache(layers=layers)
+        self.cache: Any = Cache(layers=layers)
         if any(map(keeps_states, prefilled.layers)):
             self.states = RunningStates(states_of(prefilled))
             self.cache = StatefulCache(layers, prefilled, self.states)
@@ -136,21 +136,12 @@ class TargetCache:
         layers = list(self.cache.layers)
         for order, place in enumerate(attention_places(self.cache) if self.entries.stores else ()):
             layers[place] = SlotLayer(entries, entries.stores[0], order)
-        other.cache = Cache(layers=layers)
-        if states is not None:
-            assert isinstance(self.cache, StatefulCache)
-            other.cache = self.cache.like(layers, states)
+        other.cache = Cache(layers=layers) if states is None else self.cache.like(layers, states)
         return other
 
     def for_nodes(self) -> Self:
         """Share entries and running states, but not the states of nodes: each captured forward has its own."""
-        if self.states is None:
-            return self
-        assert isinstance(self.cache, StatefulCache)
-        other = copy(self)
-        other.states = copy(self.states)
-        other.cache = self.cache.like(self.cache.layers, other.states)
-        return other
+        return self if self.states is None else self._with(self.entries, copy(self.states))
 
     def release(self) -> None:
         """Free entries and states, which another cache holds until it hands them back (`take_rows`)."""

@@ -115,20 +115,15 @@ def refuse_shifted(target: PreTrainedModel, shift: Tensor | None, most: int) -> 
         )
 
 
-def forgets_text(target: PreTrainedModel) -> bool:
-    """Return True if stock goes on from the last token alone once it drops its cache (Phi-3, transformers <= 5.18)."""
+def _refuse_forgetting(target: PreTrainedModel, held: int, most: int) -> None:
+    """Raise where stock goes on from the last token alone once it drops its cache (Phi-3, transformers <= 5.18)."""
     switch = getattr(target.config, "original_max_position_embeddings", None)
-    if switch is None:
-        return False
+    if switch is None or not held <= switch < most - 1:
+        return
     name, cache, ids = cache_name(target), DynamicCache(), torch.zeros(1, switch + 1, dtype=torch.long)
     cache.update(torch.zeros(1, 1, switch, 1), torch.zeros(1, 1, switch, 1), 0)
     inputs = target.prepare_inputs_for_generation(ids, **{name: cache}, next_sequence_length=1, use_cache=True)
-    return inputs.get(name) is not cache and inputs["input_ids"].shape[1] <= switch
-
-
-def _refuse_forgetting(target: PreTrainedModel, held: int, most: int) -> None:
-    switch = getattr(target.config, "original_max_position_embeddings", None)
-    if switch is not None and held <= switch < most - 1 and forgets_text(target):
+    if inputs.get(name) is not cache and inputs["input_ids"].shape[1] <= switch:
         raise ValueError(
             f"{type(target).__name__} of this transformers release forgets the text at {switch} tokens, and drafts "
             f"do not; set max_length to {switch + 1} or less, update transformers, or leave assistant= out."

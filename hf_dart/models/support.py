@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import (
     SIMPLE_LAYERS,
@@ -105,11 +105,6 @@ def refuse_cache(cache: Any) -> Cache:
             "leave cache_implementation out or pass a plain DynamicCache or StaticCache."
         )
     for layer in cache.layers:
-        if type(layer) not in _LAYERS and isinstance(layer, StaticLayer):
-            raise ValueError(
-                f"Entries of a {type(layer).__name__} cannot be taken back; leave cache_implementation out or pass a "
-                "DynamicCache."
-            )
         if "Indexed" in type(layer).__name__:
             raise ValueError(
                 "This model has an indexer that chooses the entries a token attends to, and keeps keys of its own for "

@@ -43,12 +43,6 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max() / other.abs().max().clamp(min=torch.finfo(other.dtype).tiny))
 
 
-def same(one: Tensor, other: Tensor, dtype: torch.dtype | None = None, noise: float = 0.0) -> bool:
-    """Return True if two results differ by no more than rounding; NaN is never the same.
-
-    Args:
-        dtype: in which they are computed, where that is coarser than what `one` shows.
-        noise: as for `allowance`.
-    """
-    dtypes = (one,) if dtype is None else (one, dtype)
-    return one.shape == other.shape and difference(one, other) <= allowance(coarsest(*dtypes), noise)
+def same(one: Tensor, other: Tensor) -> bool:
+    """Return True if two results differ by no more than the rounding that `one` shows; NaN is never the same."""
+    return one.shape == other.shape and difference(one, other) <= allowance(coarsest(one))

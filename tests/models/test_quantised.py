@@ -1,4 +1,7 @@
-"""Quantised targets: weights alone are exact; what rounds on the way is measured, and refused where tokens share it."""
+"""Quantised targets: weights alone are exact; what rounds on the way is measured, and refused where tokens share it.
+
+Modules of the tests' own, packages that quantise as they load, and published files through plain `from_pretrained`.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +12,34 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from peft import LoraConfig, get_peft_model
 from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
+from support.scripts import experiment
 from support.sentences import refused
-from support.tiny import tiny_head, tiny_target
+from support.tiny import PAD, prompts, tiny_head, tiny_target
 from support.tiny_training import tiny_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from hf_dart import attach
 from hf_dart.bench.auditing import audit
-from hf_dart.bench.pair import load_pair
+from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main
 from hf_dart.models.quantised import rounding_of
 from hf_dart.models.trial import check_verification, forget
 
 EXACT = tally("float64, quantised weights")
+FILES = experiment("quantised_files")
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
+NEWEST = pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.23"),
+    reason="of older releases, kernels are called otherwise, and experts stay in bfloat16",
+)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft 0.21
 PROMPTS = ["import os\n\n\ndef join(left, right):\n    ", "class Reader:\n    def __init__(self, path) -> None:\n"]
 
@@ -92,17 +105,20 @@ def quantised(kind: Callable[[nn.Linear], nn.Module], dtype: torch.dtype = torch
     return target
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_weights_in_8_bits(size: int) -> None:
-    target, inputs = quantised(Int8Linear), batch(size, "sdpa")
-    assert rounding_of(target) == torch.float64
+def assert_exact(target: Any, attention: str = "sdpa") -> None:
     attach(target)
-    for mode in ("greedy", "T=1"):
-        options = {**MODES[mode], "max_new_tokens": 24}
+    for size, mode in ((1, "greedy"), (1, "T=1"), (4, "greedy"), (4, "T=1")):
+        inputs, options = batch(size, attention), {**MODES[mode], "max_new_tokens": 24}
         known = replay(target, inputs, misses=[0.1, 0.4, 0.3, 0.5][:size], **options)
         assert_identical(target, known, inputs, into=EXACT, **options)
         assert known.last_stats.tau > 1.3
         assert_identical(target, tiny_head(target), inputs, **options)
+
+
+def test_weights_in_8_bits() -> None:
+    target = quantised(Int8Linear)
+    assert rounding_of(target) == torch.float64
+    assert_exact(target)
 
 
 @pytest.mark.parametrize("kind", [PerTensor, PerTensorFloat8])
@@ -234,3 +250,186 @@ def test_qlora(tmp_path: Path) -> None:
     head = type(pair.head).from_target(wrapped, draft_length=4).float()
     assert tiny_trainer(tmp_path, head, wrapped, rows).train().training_loss > 0
     assert pair.head.last_stats.tau > 1
+
+
+# ---- published files -------------------------------------------------------------------------------------
+
+
+def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, experts_implementation="eager")
+    forget(target)
+    return target.eval()
+
+
+def passes(target: Any) -> dict[str, Any]:
+    """An audit's report on a random head and prompts."""
+    texts = [ids[ids != PAD].tolist() for ids in prompts([9, 5, 7])["input_ids"]]
+    pad: Any = type("Tokenizer", (), {"pad_token_id": PAD})
+    report = audit(Pair(target, tiny_head(target), pad, "tiny", "tiny"), texts, Settings(prompts=3, new_tokens=24))
+    assert report["compared"]["rows"] == 12
+    assert report["passed"], report["findings"]
+    return report
+
+
+def trains(target: Any, folder: Path) -> None:
+    """A head learns on it, and drafts."""
+    head = tiny_head(target).float()
+    rows = [
+        {"input_ids": prompts([24], seed=seed)["input_ids"][0], "documents": torch.zeros(24, dtype=torch.long)}
+        for seed in range(8)
+    ]
+    before = [weight.clone() for weight in target.parameters()]
+    assert tiny_trainer(folder, head, target, rows, max_steps=2).train().training_loss > 0
+    assert all(map(torch.equal, before, target.parameters()))
+    assert run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head).sequences.shape[1] > 7
+
+
+def saved(kind: str, folder: Path, dtype: torch.dtype) -> Any:
+    """The random target whose files they are. What is not quantised stays in `dtype`, whatever it is loaded in."""
+    family, attention = ("qwen3", "sdpa") if kind == "fp8" else ("gpt_oss", "eager")
+    source = tiny_target(family, attention, dtype=dtype, **SMALL)
+    if kind == "fp8":
+        FILES.save_fp8(source, folder, block=16)
+    else:
+        FILES.save_mxfp4(source, folder)
+    return source
+
+
+@pytest.mark.parametrize("kind", ["fp8", pytest.param("mxfp4", marks=NEWEST)])
+def test_files_that_a_cpu_unpacks(kind: str, tmp_path: Path) -> None:
+    """transformers loads FP8 and MXFP4 on a CPU as plain weights."""
+    plain = dict(saved(kind, tmp_path, torch.float64).named_parameters())
+    target = loaded(tmp_path)
+    weights = dict(target.named_parameters())
+    assert weights.keys() == plain.keys()
+    for name, weight in weights.items():
+        assert weight.dtype == torch.float64, name
+        largest = plain[name].abs().max()
+        assert (weight - plain[name]).abs().max() <= largest * (0.2 if kind == "mxfp4" else 0.04), name
+    assert any(not torch.equal(weights[name], plain[name]) for name in weights)
+    assert_exact(target, "eager")
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, block: Any, bias: Any, *rest: Any) -> Tensor:
+    """What the kernels of a GPU compute: a scale for each group of a token's activations, and for each block."""
+    groups = x.float().unflatten(-1, (-1, block[1]))
+    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
+    rounded = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+    whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return (rounded @ (weight.float() * whole).T).to(x.dtype)
+
+
+@pytest.fixture
+def on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A target in FP8 that stays so, with a function in place of the kernel."""
+    from transformers.integrations import finegrained_fp8
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    saved("fp8", tmp_path, torch.float32)
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda self, *args, **kwargs: None)
+
+    def load(kernel: Any, dtype: torch.dtype) -> Any:
+        monkeypatch.setattr(finegrained_fp8, "fp8_linear", kernel)
+        target = loaded(tmp_path, dtype)
+        assert target.model.layers[0].mlp.down_proj.weight.dtype == torch.float8_e4m3fn
+        return target
+
+    return load
+
+
+@NEWEST
+def test_activations_in_fp8_by_groups_of_a_token(on_a_gpu: Any, tmp_path: Path) -> None:
+    target = on_a_gpu(fp8_linear, torch.float32)
+    assert passes(target)["rounding"] == "bfloat16"
+    trains(target, tmp_path / "head")
+
+
+def test_fp8_layers_are_not_copied(on_a_gpu: Any) -> None:
+    target = on_a_gpu(fp8_linear, torch.float32)
+    refused(lambda: tiny_head(target, copy_layer=0), ValueError, "quantized or offloaded and cannot be copied")
+
+
+@NEWEST
+def test_fp8_without_its_kernel(on_a_gpu: Any) -> None:
+    """transformers' own sentence names what is to be installed."""
+
+    def missing(*args: Any) -> Tensor:
+        raise ImportError("finegrained-fp8 kernel unavailable: pip install kernels")
+
+    refused(lambda: attach(on_a_gpu(missing, torch.bfloat16)), ValueError, "plain text.*ImportError.*install kernels")
+
+
+class Unpacks(torch.nn.Linear):
+    """8 bits until its model's first forward, which a hook turns to floating point, as compressed-tensors does."""
+
+    packed = True
+
+    def pack(self) -> None:
+        self.scale = self.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.weight = torch.nn.Parameter((self.weight.detach() / self.scale).round().to(torch.int8), False)
+
+    def unpack(self) -> None:
+        self.weight = torch.nn.Parameter(self.weight.to(self.scale.dtype) * self.scale, False)
+        self.packed = False
+
+
+def test_weights_that_the_first_forward_unpacks() -> None:
+    """The trial's is the first one; it leaves the model as stock's would."""
+    target = tiny_target("qwen3")
+    parts = [layer.mlp.down_proj for layer in target.model.layers]
+    for part in parts:
+        part.__class__ = Unpacks
+        part.pack()
+
+    def unpack(model: Any, inputs: Any) -> None:
+        for part in parts:
+            part.unpack()
+        model.unpacking.remove()
+        del model.unpacking
+
+    target.unpacking = target.register_forward_pre_hook(unpack)
+    forget(target)
+    attach(target)
+    assert not any(part.packed for part in parts)
+    assert not hasattr(target, "unpacking")
+    for inputs in (batch(1, "sdpa"), batch(4, "sdpa")):
+        assert_identical(target, tiny_head(target), inputs, **GREEDY)
+
+
+COMPRESSED = {
+    "W8A8": "bfloat16",
+    "W4A16": "float32",
+    "W4A8": "bfloat16",
+    "FP8": "bfloat16",
+    "FP8_DYNAMIC": "bfloat16",
+    "FP8_BLOCK": "bfloat16",
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("scheme", COMPRESSED)
+def test_compressed_tensors(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    FILES.save_compressed(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path, scheme)
+    target = loaded(tmp_path, torch.float32)
+    assert passes(target)["rounding"] == COMPRESSED[scheme]
+    assert rounding_of(target) == getattr(torch, COMPRESSED[scheme])
+    trains(loaded(tmp_path, torch.float32), tmp_path / "head")
+
+
+@pytest.mark.matrix
+def test_compressed_tensors_with_scales_that_tokens_share(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    FILES.save_compressed(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path, "W8A8", by_tensor=True)
+    refused(lambda: attach(loaded(tmp_path, torch.float32)), ValueError, "largest of all tokens")
+
+
+@pytest.mark.matrix
+def test_gptq_by_auto_round(tmp_path: Path) -> None:
+    """auto-round has a target compute in float16 where it was to be float32."""
+    pytest.importorskip("auto_round")
+    FILES.save_gptq(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path)
+    target = loaded(tmp_path, torch.float32)
+    assert "QuantLinear" in type(target.model.layers[0].mlp.down_proj).__name__
+    assert passes(target)["rounding"] == "float16"
+    trains(target, tmp_path / "head")

@@ -145,37 +145,42 @@ def test_nothing_is_changed() -> None:
             assert torch.equal(tensor, weights[name]), name
 
 
-def test_long_windows_are_tried_by_the_call_that_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[int] = []
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Lengths of the texts that trials run on."""
+    lengths: list[int] = []
     run = probe._Trial.run
-    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (built.append(length), run(self, length)))
+    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (lengths.append(length), run(self, length)))
+    return lengths
+
+
+def test_long_windows_are_tried_by_the_call_that_reaches_them(
+    tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(probe, "_AT_ATTACH", 20)
     target = tiny_target("mistral", sliding_window=100)
     head = tiny_head(target)
-    assert set(built) == {12}
+    assert set(tried) == {12}
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=20)
-    assert set(built) == {12}
+    assert set(tried) == {12}
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=110)
-    assert set(built) == {12, 97, 105}
-    built.clear()
+    assert set(tried) == {12, 97, 105}
+    tried.clear()
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=200)
-    assert not built
+    assert not tried
 
     # A window after the position table, which rotary models may leave.
     target = tiny_target("mistral", sliding_window=100, max_position_embeddings=60)
     head = tiny_head(target)
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=140)
-    assert set(built) == {12, 97, 105}
+    assert set(tried) == {12, 97, 105}
 
 
-def test_numbers_of_layers_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[int] = []
-    run = probe._Trial.run
-    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (built.append(length), run(self, length)))
+def test_numbers_of_layers_are_no_windows(tried: list[int]) -> None:
     target = tiny_target("qwen3")
     assert target.config.max_window_layers == 28
     check_verification(target)
-    assert built == [12]
+    assert tried == [12]
 
 
 def test_attention_scales_that_follow_slots_are_refused_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,23 +266,20 @@ def test_what_code_reads_is_tried_by_attaching_again() -> None:
         attach(target)
 
 
-def test_what_hangs_on_a_target_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_on_a_target_is_tried_once(tried: list[int]) -> None:
     """Hooks made again for every call, and those of transformers, cost no trial."""
-    lengths: list[int] = []
-    run = probe._Trial.run
-    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (lengths.append(length), run(self, length)))
     target = tiny_target("llama")
     head = tiny_head(target)
     for _ in range(2):
         assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
-    assert len(lengths) == 1
+    assert len(tried) == 1
     for factor in torch.tensor([0.5, 2.0]):
         hook = target.model.layers[0].register_forward_hook(lambda module, args, output, by=factor: output * by)
         assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
         hook.remove()
-    assert len(lengths) == 2
+    assert len(tried) == 2
     attach(target)
-    assert len(lengths) == 3
+    assert len(tried) == 3
 
 
 # ---- one row, a batch, a padded batch ---------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,14 +24,6 @@ from hf_dart.models.stock_steps import StockSteps
 from hf_dart.models.untouched import as_before
 
 _TOKENS = 4
-
-
-@dataclass
-class _Asked:
-    """The requests of a module to a cache."""
-
-    slots: set[StateSlot] = field(default_factory=set)
-    entries: bool = False
 
 
 # Per model, by its identity: names of its mixers, their slots, and the form in which they take trees.
@@ -69,16 +60,16 @@ def _names_of(model: PreTrainedModel) -> _Found:
     found: _Found = []
     forms: dict[Any, Form] = {}
     for name, module in model.named_modules():
-        inside = [asked[part] for part in module.modules() if part in asked]
+        inside = {slot for part in module.modules() for slot in asked.get(part, ())}
         outermost = not any(name.startswith(f"{outer}.") for outer, *_ in found)
-        if module not in asked or not asked[module].slots or not outermost:
+        if not outermost or not any(slot is not None for slot in asked.get(module, ())):
             continue
-        if any(one.entries for one in inside):
+        if None in inside:
             raise ValueError(
                 f"A {type(module).__name__} keeps keys and values and a running state in one module, which cannot "
                 "be run node by node; call generate without assistant=."
             )
-        slots = tuple(sorted(slot for one in inside for slot in one.slots if slot in held))
+        slots = tuple(sorted(slot for slot in inside if slot in held))
         code = type(module), *((slot.kind, slot.number) for slot in slots)
         if code not in forms:
             with torch.autocast(tokens.device.type, enabled=False):  # its rounding would hide differences
@@ -88,10 +79,10 @@ def _names_of(model: PreTrainedModel) -> _Found:
 
 
 @contextmanager
-def _noted(model: nn.Module, cache: DynamicCache) -> Iterator[dict[nn.Module, _Asked]]:
-    """Note which module runs whenever the cache is asked for something."""
+def _noted(model: nn.Module, cache: DynamicCache) -> Iterator[dict[nn.Module, set[StateSlot | None]]]:
+    """Note of which states each module asks the cache while it runs; None stands for keys and values."""
     running: list[nn.Module] = []
-    asked: dict[nn.Module, _Asked] = {}
+    asked: dict[nn.Module, set[StateSlot | None]] = {}
     thread = get_ident()  # others may run the model at the same time
 
     def enter(module: nn.Module, *_: Any) -> None:
@@ -107,12 +98,9 @@ def _noted(model: nn.Module, cache: DynamicCache) -> Iterator[dict[nn.Module, _A
         signature = inspect.signature(method)
 
         def noting(*args: Any, **kwargs: Any) -> Any:
-            one = asked.setdefault(running[-1], _Asked())
-            if name == "update":
-                one.entries = True
-            else:
-                given = signature.bind(*args, **kwargs).arguments
-                one.slots.add(StateSlot(given["layer_idx"], kind, given.get("state_idx", 0)))
+            given = signature.bind(*args, **kwargs).arguments
+            slot = None if name == "update" else StateSlot(given["layer_idx"], kind, given.get("state_idx", 0))
+            asked.setdefault(running[-1], set()).add(slot)
             return method(*args, **kwargs)
 
         return noting
