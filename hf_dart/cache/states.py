@@ -69,10 +69,7 @@ class RunningStates:
 
     Attributes:
         committed: after the committed tokens of each row.
-        takes_levels: may a tree go through a module level by level?
     """
-
-    takes_levels = True
 
     def __init__(self, prompt: Mapping[Any, Tensor]) -> None:
         self.prompt: States = dict(prompt)
@@ -152,8 +149,6 @@ class FixedStates(RunningStates):
         batch: B.
         zeros: makes the storage of a name, shape, type and device.
     """
-
-    takes_levels = False
 
     def __init__(self, like: RunningStates, batch: int, zeros: Callable[..., Tensor]) -> None:
         super().__init__(

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.states import After, RunningStates, StatefulCache, StateSlot, states_of
+from hf_dart.cache.states import After, FixedStates, RunningStates, StatefulCache, StateSlot, states_of
 from hf_dart.models.running_states.at_once import convolution, delta_rule
 from hf_dart.models.running_states.by_levels import by_levels
 from hf_dart.models.running_states.tree_forward import Form, Mixer, forward_before
@@ -164,7 +164,7 @@ class AtOnce:
     ) -> Any:
         """See `by_levels`."""
         held = cache.states
-        fewest = 2 if held.takes_levels else 1
+        fewest = 1 if isinstance(held, FixedStates) else 2
         if not fewest <= held.shape[1] <= _MOST:
             return by_levels(mixer, forward, cache, args, kwargs)
         tree = _Tree(mixer, held)
