@@ -49,8 +49,8 @@ from hf_dart.trees.tree import DraftTree
 _PROMPT = 12
 # A tree with siblings on every level and a path of depth 3: node 0 is the root.
 TRIAL_TREE = [-1, 0, 0, 1, 1, 2, 3, 5]
-_KEPT, *_LEFT = [0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4]  # its paths; the first one is committed,
-_SHORTER = [0, 2]  # or this by a second row
+_PATHS = [[0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4]]
+_KEPT = [0, 2]  # the paths that the first row and the second commit
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
 # after, every node is past it.
 _AROUND = (-3, 5)
@@ -235,18 +235,16 @@ class _Trial:
             tokens: [B, 9], of which 8 are nodes, one comes after.
         """
         nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
-        kept = [_KEPT if row == 0 else _SHORTER for row in range(len(tokens))]
-        # Rows of paths [B, n]; a shorter one is padded with nodes that are not compared.
-        filled = [torch.cat([nodes[row, path], after[row], nodes[row]]) for row, path in enumerate(kept)]
-        committed = torch.stack([row[: len(_KEPT) + 1] for row in filled])
-        with _explained(self._model, self._text):
-            steps = self._steps(length)
-            wanted = [steps(committed), *(self._steps(length)(nodes[:, path]) for path in _LEFT)]
+        wanted = []
+        for path in _PATHS:
+            with _explained(self._model, self._text):
+                steps = self._steps(length)
+                wanted.append(steps(torch.cat([nodes[:, path], after], dim=1)))
+        kept = _KEPT[: len(tokens)]
         with _explained(self._model, self._tree):
-            logits, following = self._trees(length, nodes, after, kept, steps.shift)
-        pairs = [(logits[:, left], text) for left, text in zip(_LEFT, wanted[1:], strict=True)]
-        for row, path in enumerate(kept):
-            pairs.append((torch.cat([logits[row, path], following[row]]), wanted[0][row, : len(path) + 1]))
+            logits, following = self._trees(length, nodes, after, [_PATHS[path] for path in kept], steps.shift)
+        pairs = [(logits[:, path], text[:, :-1]) for path, text in zip(_PATHS, wanted, strict=True)]
+        pairs += [(following[row], wanted[path][row, -1:]) for row, path in enumerate(kept)]
         found, texts = (torch.cat([one.flatten(0, -2) for one in some]) for some in zip(*pairs, strict=True))
         return difference(found, texts)
 

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from support.caches import CLOSE, FP32, assert_same_cache
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
-from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_running_states
+from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_running_states, sampled
 from support.guests import dflash_drafter
 from support.interruptions import TOKENS, assert_goes_on, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
@@ -31,11 +31,6 @@ MAMBA_1 = ["mamba", "falcon_mamba"]
 EXACT = tally("float64, tiny targets with running states")
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba"]
 TELLS_LENGTH = [family for family in HYBRIDS if family not in WITHOUT_ATTENTION]
-
-
-def by_default(*families: str) -> list[Any]:
-    """These families by default, all with `-m matrix`."""
-    return [name if name in families else pytest.param(name, marks=pytest.mark.matrix) for name in HYBRIDS]
 
 
 @pytest.mark.usefixtures("executor")
@@ -162,7 +157,7 @@ def test_interrupted_without_attention(family: str, lengths: list[int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("family", by_default("qwen3_5"))
+@pytest.mark.parametrize("family", sampled(HYBRIDS, "qwen3_5"))
 def test_a_target_with_adapters(family: str) -> None:
     """LoRA on the projections of mixers and attention; switched off, and merged, it is another text."""
     target = tiny_target(family)
@@ -186,7 +181,7 @@ def test_a_target_with_adapters(family: str) -> None:
         tuned.merge_adapter()
 
 
-@pytest.mark.parametrize("family", by_default("falcon_h1", "mamba2"))
+@pytest.mark.parametrize("family", sampled(HYBRIDS, "falcon_h1", "mamba2"))
 def test_all_that_a_call_returns(family: str) -> None:
     target, inputs = attach(tiny_target(family)), prompts(RAGGED)
     told = {f"output_{name}": True for name in ("logits", "scores", "hidden_states")}
@@ -210,7 +205,7 @@ def test_levels_are_as_many_as_pay() -> None:
     assert taus["jamba", 50.0] == 1
 
 
-@pytest.mark.parametrize("family", by_default("qwen3_5"))
+@pytest.mark.parametrize("family", sampled(HYBRIDS, "qwen3_5"))
 def test_drafters_with_keys_and_values_of_their_own(family: str, tmp_path: Path) -> None:
     target = attach(tiny_target(family))
     for drafter in (dflash_drafter(tmp_path, target).double(), tiny_eagle_drafter(target)):

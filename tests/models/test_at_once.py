@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, assert_identical_up_to_near_ties, tally
-from support.families import needs_running_states
+from support.families import needs_running_states, sampled
 from support.tiny import tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
@@ -41,11 +41,6 @@ TREE = DraftTree.from_parents(torch.arange(30).view(3, 10) + 3, PARENTS, 5)
 PATHS = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 0], [0, 1, 3, 6, 7, 0]])
 LENGTHS = [6, 5, 5]
 REAL = (PARENTS >= 0) | (torch.arange(10) == 0)
-
-
-def sampled(*default: str) -> list[Any]:
-    """These families by default, all with `-m matrix`."""
-    return [name if name in default else pytest.param(name, marks=pytest.mark.matrix) for name in DELTA]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -172,7 +167,7 @@ def rounds_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("rounds_as_float32")
-@pytest.mark.parametrize("family", sampled("qwen3_next", "kimi_linear"))
+@pytest.mark.parametrize("family", sampled(DELTA, "qwen3_next", "kimi_linear"))
 def test_text_is_stocks(family: str) -> None:
     target = attach(tiny_target(family))
     assert all(isinstance(mixer.form, AtOnce) for mixer in mixers_of(target))
@@ -186,7 +181,7 @@ def test_text_is_stocks(family: str) -> None:
 FLOAT32 = tally("float32, tiny targets whose trees go through gated delta rules at once")
 
 
-@pytest.mark.parametrize("family", sampled("qwen3_5"))
+@pytest.mark.parametrize("family", sampled(DELTA, "qwen3_5"))
 def test_text_is_stocks_in_float32(family: str) -> None:
     """As users run it: nothing is admitted that is not shown to be right."""
     target = attach(tiny_target(family, dtype=torch.float32))
@@ -215,7 +210,7 @@ def test_a_single_node_and_very_many_go_by_levels(nodes: str, monkeypatch: pytes
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", sampled("qwen3_next"))
+@pytest.mark.parametrize("family", sampled(DELTA, "qwen3_next"))
 def test_one_graph_without_a_break(family: str) -> None:
     """A tree, and a commit of what was accepted: nothing is read on the host."""
     mixer, cache, hidden = loud(family, torch.float32)

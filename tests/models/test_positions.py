@@ -11,8 +11,8 @@ from packaging.version import Version
 from support.cases import replay
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
+from support.users import FromFive
 from torch import nn
-from transformers import LlamaForCausalLM
 
 from hf_dart import LookupDrafter, attach
 from hf_dart.models.trial import check_verification, forget
@@ -26,14 +26,6 @@ LONGROPE = {
     "long_factor": [2.0, 3.0, 4.0, 5.0],
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
-class FromFive(LlamaForCausalLM):
-    """Positions begin at 5."""
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs["position_ids"] = inputs["position_ids"] + 5
-        return inputs
 
 
 def from_five(**config: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import HYBRIDS, ROUNDS_INSIDE, VOCABULARY, needs_running_states
+from support.families import HYBRIDS, ROUNDS_INSIDE, VOCABULARY, needs_running_states, sampled
 from support.tiny import tiny_target
 from torch import Tensor, nn
 from transformers import DynamicCache
@@ -35,11 +35,6 @@ class _Failure(Exception):
 
 def fails(*_: Any, **__: Any) -> Any:
     raise _Failure
-
-
-def sampled(families: list[str]) -> list[Any]:
-    """Some of them by default, all with `-m matrix`."""
-    return [family if family in SAMPLE else pytest.param(family, marks=pytest.mark.matrix) for family in families]
 
 
 class Stand:
@@ -103,7 +98,7 @@ def close(family: str, got: Tensor, want: Tensor) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", sampled(HYBRIDS))
+@pytest.mark.parametrize("family", sampled(HYBRIDS, *SAMPLE))
 def test_every_node_is_stocks_single_step(family: str) -> None:
     stand = Stand(family)
     tree = drawn_tree(0, len(PADS))
@@ -117,7 +112,7 @@ def test_every_node_is_stocks_single_step(family: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", sampled(HYBRIDS))
+@pytest.mark.parametrize("family", sampled(HYBRIDS, *SAMPLE))
 def test_a_commit_takes_the_state_of_the_accepted_node(family: str) -> None:
     """After 0, 1, ..., d + 1 accepted nodes of each row, in ragged batches; two rounds, then one token more."""
     stand = Stand(family)

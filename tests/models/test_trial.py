@@ -12,6 +12,7 @@ from support import tiny
 from support.compare import assert_identical
 from support.families import REFUSED
 from support.tiny import prompts, tiny_head, tiny_target
+from support.users import FromFive
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
@@ -291,15 +292,6 @@ class CountsPadding(LlamaForCausalLM):
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         inputs.pop("position_ids", None)
-        return inputs
-
-
-class FromFive(LlamaForCausalLM):
-    """Positions begin at 5."""
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs["position_ids"] = inputs["position_ids"] + 5
         return inputs
 
 

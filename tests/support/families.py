@@ -6,6 +6,7 @@ variant of a family (`_sw`: sliding windows).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,6 +15,13 @@ from transformers.cache_utils import Cache
 needs_running_states = pytest.mark.skipif(
     not hasattr(Cache, "get_conv_state"), reason="models reach into the cache's layers in this release, and are refused"
 )
+
+
+
+def sampled(families: Iterable[str], *default: str) -> list[Any]:
+    """Some families by default, all with `-m matrix`."""
+    return [name if name in default else pytest.param(name, marks=pytest.mark.matrix) for name in families]
+
 
 VOCABULARY = 48
 WINDOW = 10

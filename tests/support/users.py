@@ -1,4 +1,4 @@
-"""What a user may bring to `generate`: processors, criteria, streamers, a tokenizer, a clock."""
+"""What a user may bring to `generate`: processors, criteria, streamers, a tokenizer, a clock, a model of their own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from support.letters import letters
@@ -117,3 +117,12 @@ class Clock:
 def allowed(row: int, ids: Tensor) -> list[int]:
     """Tokens of one parity, by row and by how many there are."""
     return list(range((row + len(ids)) % 2, VOCABULARY, 2))
+
+
+class FromFive(LlamaForCausalLM):
+    """Positions begin at 5."""
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs["position_ids"] = inputs["position_ids"] + 5
+        return inputs
