@@ -24,10 +24,10 @@ from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.failures import hub_errors
 from hf_dart.hub.kinds import kind_of
+from hf_dart.hub.loading import without_bars
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import TargetModules, as_dtype, device_of, host_by_default, rows_of, where_it_runs
 from hf_dart.models.features import lm_head_of
-from hf_dart.models.progress_bars import without_bars
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable

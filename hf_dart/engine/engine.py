@@ -23,7 +23,7 @@ from hf_dart.engine.memory import Memory
 from hf_dart.engine.tier import Tier, drafts_on_fixed_shapes
 from hf_dart.models.devices import matmul_precision, state_of
 from hf_dart.models.identity import identity
-from hf_dart.models.positions import rotary_moves
+from hf_dart.models.positions import MovingRotary
 from hf_dart.models.processes import group_of
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.models.support import parts_of
@@ -198,7 +198,7 @@ def why_not(session: Session) -> str | None:
             "the target keeps running states, which go through a tree level by level, as the host lays it out",
         ),
         (session.hidden_states is not None, "it collects hidden states"),
-        (rotary_moves(target), "the target's rotary frequencies follow the length of the text"),
+        (MovingRotary.of(target) is not None, "the target's rotary frequencies follow the length of the text"),
         (len({weight.device for weight in target.parameters()}) > 1, "the target does not lie on one device"),
         (group_of(target) is not None, "several processes hold the target together"),
         (any(hasattr(part, "_hf_hook") for part in target.modules()), "the target is offloaded by accelerate"),

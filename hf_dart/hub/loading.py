@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from hf_dart.errors import UserError, head_inside, missing_folder, sentence
-from hf_dart.models.progress_bars import without_bars
 
 PACKAGED = "packaged"
 """The name by which `--target` and `--head` take the pair that comes with the package, which is the default."""
@@ -117,3 +117,19 @@ def check_path(what: str, path: str) -> None:
             raise UserError(f"The folder {path!r} holds no config.json; {remedy}")
     elif missing_folder(path) or folder.exists():
         raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep transformers from showing progress bars inside: for files that are read in less than a second."""
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers.utils import logging
+
+    if are_progress_bars_disabled() or not logging.is_progress_bar_enabled():  # leave them as they are
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()

@@ -13,7 +13,7 @@ from hf_dart.models.stock_steps import cache_name
 
 
 @dataclass(frozen=True)
-class _MovingRotary:
+class MovingRotary:
     """Rotary frequencies that are chosen again in each forward, by the largest position in it.
 
     Attributes:
@@ -25,7 +25,8 @@ class _MovingRotary:
     grows: bool
 
     @classmethod
-    def of(cls, target: PreTrainedModel) -> _MovingRotary | None:
+    def of(cls, target: PreTrainedModel) -> MovingRotary | None:
+        """Return those of a target; None if it has none that move."""
         text = target.config.get_text_config(decoder=True)
         rope = getattr(text, "rope_parameters", None) or {}
         for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
@@ -37,18 +38,13 @@ class _MovingRotary:
         return None
 
 
-def rotary_moves(target: PreTrainedModel) -> bool:
-    """Return True if the rotary frequencies are chosen again in each forward."""
-    return _MovingRotary.of(target) is not None
-
-
 def position_limit(target: PreTrainedModel) -> tuple[int, bool]:
     """Return the last position a draft may reach, and whether that holds for all later rounds too.
 
     Rotary frequencies that follow the largest position in the call would change for the whole tree when one node
     crosses the length they were trained for, so drafts end there.
     """
-    rotary = _MovingRotary.of(target)
+    rotary = MovingRotary.of(target)
     if rotary is not None:
         return rotary.trained - 1, rotary.grows
     table = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -70,7 +66,7 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
         ValueError: a batch grows past the length such frequencies were trained for; or stock would throw its
             cache away there (Phi-3) and compute the whole text again.
     """
-    rotary = _MovingRotary.of(target)
+    rotary = MovingRotary.of(target)
     if rotary is None:
         _refuse_forgetting(target, cached or total, most)
         return
@@ -88,7 +84,7 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
         )
 
 
-def _starts_anew(target: PreTrainedModel, rotary: _MovingRotary) -> bool:
+def _starts_anew(target: PreTrainedModel, rotary: MovingRotary) -> bool:
     """Return True if stock drops its cache where the rotary frequencies change (Phi-3)."""
     return not rotary.grows and hasattr(target.config, "original_max_position_embeddings")
 
@@ -104,7 +100,7 @@ def refuse_shifted(target: PreTrainedModel, shift: Tensor | None, most: int) -> 
     Raises:
         ValueError: they may.
     """
-    rotary = _MovingRotary.of(target)
+    rotary = MovingRotary.of(target)
     if rotary is None or shift is None or not bool(shift.any()):
         return
     alone = shift.shape[-1] == 1 and not _starts_anew(target, rotary)

@@ -35,14 +35,13 @@ from hf_dart.models.devices import (
     matmul_precision,
     set_generator_state,
 )
-from hf_dart.models.identity import identity
+from hf_dart.models.identity import as_before, identity
 from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
 from hf_dart.models.stock_steps import StockSteps, cache_name
 from hf_dart.models.support import parts_of, refuse_cache, refuse_compressed, refuse_target
 from hf_dart.models.tolerance import allowance, coarsest, difference
-from hf_dart.models.untouched import as_before
 from hf_dart.models.verify import MaskKind, Verifier, layer_windows, mask_kinds
 from hf_dart.trees.tree import DraftTree
 

@@ -16,12 +16,11 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_dart.cache.states import StateSlot, states_of
 from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.models.devices import device_of
-from hf_dart.models.identity import identity
+from hf_dart.models.identity import as_before, identity
 from hf_dart.models.running_states.by_levels import by_levels
 from hf_dart.models.running_states.families import form_of
 from hf_dart.models.running_states.tree_forward import Form, Mixer
 from hf_dart.models.stock_steps import StockSteps
-from hf_dart.models.untouched import as_before
 
 _TOKENS = 4
 
