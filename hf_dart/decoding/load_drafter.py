@@ -33,9 +33,8 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
 
     Raises:
         OSError: there are no such files, or the Hub does not give them.
-        TypeError: `target` is no model.
-        ValueError: drafter and target do not fit together, the files are not those of a drafter, or an option is
-            unknown.
+        TypeError: an option is unknown, or `target` is no model.
+        ValueError: drafter and target do not fit together, or the files are not those of a drafter.
     """
     if default and options.get("target") is None:
         raise ValueError("default=True needs the target that shall draft; pass target=model.")

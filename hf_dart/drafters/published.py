@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.compatibility import check_compatible
-from hf_dart.drafters.trained import attach_to
+from hf_dart.drafters.trained import adopted
 from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import checkpoint_config, published_license, weight_files
 from hf_dart.interop.eagle3 import JOINED, Published, eagle3_format, read_published, read_weights
@@ -75,9 +75,7 @@ def load_published(
     saved = weights["fc.weight"].dtype
     config.target_name = own_name or config.target_name
     note_origin(config, path, **where)
-    drafter.name_or_path = path
-    wanted = as_dtype(dtype)
-    return attach_to(drafter.to(saved), target, tokenizer, dtype=saved if wanted == "auto" else wanted)
+    return adopted(drafter.to(saved), path, target, tokenizer, as_dtype(dtype))
 
 
 def note_origin(config: Any, path: str, **where: Any) -> Any:

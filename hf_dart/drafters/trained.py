@@ -20,9 +20,8 @@ from hf_dart.drafters.compatibility import check_compatible, unwrapped
 from hf_dart.drafters.cost import relative_cost, sizes
 from hf_dart.drafters.registry import registered
 from hf_dart.drafters.vocabulary import LMHeadRows
-from hf_dart.hub.checkpoint import refused, weight_shapes
-from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
-from hf_dart.hub.failures import hub_errors
+from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
+from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.loading import without_bars
 from hf_dart.hub.publish import push_folder
@@ -248,7 +247,9 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         target: PreTrainedModel | None = None,
         tokenizer: Any = None,
         ngram: NgramTable | str | Path | None = None,
-        **kwargs: Any,
+        dtype: torch.dtype | str | None = None,
+        config: Any = None,
+        **where: Any,
     ) -> Self:
         """Load a drafter; with `target=` also check that it fits, move it there and attach it.
 
@@ -258,59 +259,42 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             tokenizer: the target's tokenizer, to be compared with the one the drafter was trained with. Left
                 out, it is looked up in the folder of the target's weights, if on this machine.
             ngram: a table of n-grams or its path, as `drafter.ngram = NgramTable.load(path)`.
-            kwargs: as for `PreTrainedModel.from_pretrained` (revision, token, dtype, ...).
+            dtype: of its weights; the target's if left out, "auto" is that of the files.
+            config: in place of the one in its files, with the same shapes.
+            where: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`.
 
         Returns:
             The drafter in eval mode, for `generate(..., assistant=...)`.
 
         Raises:
-            TypeError: `target` is no model.
-            ValueError: drafter, target and table do not fit together, the files are not those of a drafter, or an
-                option is unknown; the message says what differs.
+            TypeError: an option is unknown, or `target` is no model.
+            ValueError: drafter, target and table do not fit together, or the files are not those of a drafter; the
+                message says what differs.
             OSError: there are no such files, or the Hub does not give them.
         """
-        if "dtype" in kwargs:
-            kwargs["dtype"] = as_dtype(kwargs["dtype"])
-        where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-        # transformers would replace a missing config.json by defaults.
+        wanted = as_dtype(dtype)
         content, commit = head_config(path, **where)
-        if commit is not None:  # the weights that go with it, whatever is pushed meanwhile
-            where["revision"] = kwargs["revision"] = commit
+        if commit is not None:
+            where["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
         if content.get("model_type") != cls.config_class.model_type:
-            return cls._from_published(path, content, target, tokenizer, **kwargs)._with_table(ngram)
+            published = cls._from_published(path, content, target, tokenizer, dtype=wanted, **where)
+            return published._with_table(ngram)
         refuse_fields(path, content, cls.config_class)
         if optional_file(path, ADAPTER_CONFIG, **where) is not None:
             raise ValueError(f"{path} holds an adapter ({ADAPTER_CONFIG}); give the folder of a {cls.described_as}.")
         missing = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
-        shapes = weight_shapes(weight_files(path, missing, **where), path)
-        what, remedy = f"The {cls.described_as} in {path}", "give what one save_pretrained wrote, and no other options"
-        with refused(what, remedy):  # a field of a type or size that no drafter has may fail anywhere
-            wrong = cls._misfits(cls.config_class.from_dict(content), shapes)
-        if wrong is not None:
-            raise ValueError(
-                f"The weights in {path} are not those of the {cls.described_as} that its config.json describes "
-                f"(first difference: {wrong}); both files have to come from one save_pretrained."
-            )
-        hub = {name: kwargs.get(name) for name in ("token", "revision")}
-        with hub_errors(path, **hub), without_bars(), refused(what, remedy):
-            drafter = super().from_pretrained(path, **{**kwargs, "use_safetensors": True})
-        if target is not None:
-            attach_to(drafter, target, tokenizer, dtype=None if kwargs.get("dtype") is None else drafter.dtype)
-        return drafter.eval()._with_table(ngram)
-
-    @classmethod
-    def _misfits(cls, config: Any, shapes: dict[str, tuple[int, ...]]) -> str | None:
-        """Return the first name of a weight that a file of these `shapes` lacks, has beyond, or in another shape."""
-        layers = vars(config).get("num_layers", 1)
-        if layers > len(shapes):
-            return f"num_layers {layers}"
-        with torch.device("meta"):  # sizes come from a file: allocate no memory for them
-            bare = cls(config)
-        wanted = {name: tuple(weight.shape) for name, weight in bare.state_dict().items()}
-        left_out = set(bare._keys_to_ignore_on_save or ())
-        names = sorted((wanted.keys() - left_out) ^ (shapes.keys() - left_out))
-        other = sorted(name for name in wanted.keys() & shapes.keys() if wanted[name] != shapes[name])
-        return next(iter([*names, *other]), None)
+        files = weight_files(path, missing, **where)
+        with refused(f"The config.json in {path}", "give files of one save_pretrained"), torch.device("meta"):
+            config = cls.config_class.from_dict(content) if config is None else config
+            if vars(config).get("num_layers", 1) > len(weight_shapes(files, path)):
+                raise ValueError(f"num_layers is {config.num_layers}, and there are fewer weights")
+            drafter = cls(config)  # on no device: sizes come from a file
+        own = drafter.state_dict()
+        left_out = own.keys() & set(drafter._keys_to_ignore_on_save or ())
+        shapes = {name: tuple(weight.shape) for name, weight in own.items() if name not in left_out}
+        weights = read_tensors(files, path, shapes, dtypes={"draft_vocabulary": torch.int64})
+        drafter.load_state_dict({**weights, **{name: torch.empty(own[name].shape) for name in left_out}}, assign=True)
+        return adopted(drafter, path, target, tokenizer, wanted)._with_table(ngram)
 
     @classmethod
     def _from_published(
@@ -367,6 +351,22 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             yield
         finally:
             self.name_or_path, self._place = name, place
+
+
+def adopted(drafter: Any, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any) -> Any:
+    """Return a drafter with the weights that lie in `path`, in eval mode and attached to `target` if there is one.
+
+    Args:
+        drafter: a [`TrainedDrafter`].
+        path: a folder or a Hub repository.
+        target, tokenizer: as for `attach_to`.
+        dtype: of its weights; None is the target's, "auto" what they have.
+    """
+    drafter.name_or_path = path
+    wanted = drafter.dtype if dtype == "auto" else dtype
+    if target is None:
+        return drafter.to(dtype=wanted or drafter.dtype).eval()
+    return attach_to(drafter, target, tokenizer, wanted)
 
 
 def attach_to(drafter: Any, target: PreTrainedModel, tokenizer: Any, dtype: torch.dtype | None = None) -> Any:

@@ -93,7 +93,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "a name as the target of a new head": (lambda model, head, run: DartHead.from_target("target"), "not 'target'"),
     "no option of loading": (
         lambda model, head, run: load_drafter(f"{run}/final", target=model, defualt=True),
-        "unexpected keyword argument 'defualt'.*; give what one save_pretrained wrote, and no other options",
+        "no option 'defualt'; leave it out",
     ),
     "no field of a head": (
         lambda model, head, run: DartHead.from_target(model, draft_lenght=5),

@@ -11,6 +11,7 @@ from support.hub import Hub, log_in
 from support.tiny import tiny_head
 
 from hf_dart import DartHead
+from hf_dart.drafters import trained
 
 
 def test_the_cache_serves_offline(alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,13 +52,13 @@ def test_config_and_weights_are_of_one_commit(
     head.push_to_hub("alice/head")
     tiny_head(target, num_layers=2).push_to_hub("alice/deeper")
     stored, deeper = alice.repositories["alice/head"], alice.repositories["alice/deeper"].files()
-    plain = DartHead.config_class.from_pretrained
+    plain = trained.weight_files
 
     def meanwhile(*args: Any, **kwargs: Any) -> Any:
         stored.commit("main", stored.refs["main"], deeper, "meanwhile")
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(DartHead.config_class, "from_pretrained", meanwhile)
+    monkeypatch.setattr(trained, "weight_files", meanwhile)
     assert DartHead.from_pretrained("alice/head", target=target).config.num_layers == 1
     assert len(stored.commits) == 3
     assert DartHead.from_pretrained("alice/head", target=target).config.num_layers == 2

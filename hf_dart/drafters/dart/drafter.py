@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -68,7 +67,7 @@ class DartHead(DartModel):
         super().__init__(config)
         self._filled = False  # with layers of the target's
         if config.copied_layer is not None:
-            self._leave_out(copied_names(self))
+            self._keys_to_ignore_on_save = copied_names(self)
 
     @classmethod
     @host_by_default
@@ -161,14 +160,9 @@ class DartHead(DartModel):
     def adopt_layers(self) -> Self:
         """Make copied layers the head's own: from now on they are trained and saved like the rest of it."""
         self.config.copied_layer = self.config.fingerprint = None
-        self._leave_out([])
+        self._keys_to_ignore_on_save = []
         self.requires_grad_(True)
         return self
-
-    def _leave_out(self, names: list[str]) -> None:
-        """Leave these weights out when saving, and do not report them as missing when loading."""
-        self._keys_to_ignore_on_save = names
-        self._keys_to_ignore_on_load_missing = {f"^{re.escape(name)}$" for name in names}
 
     # ---- drafting -----------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from hf_dart.drafters.dflash.modeling import DFlashModel
 from hf_dart.drafters.layers import memory
 from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.trained import attach_to
+from hf_dart.drafters.trained import adopted
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import checkpoint_config, refuse_fields, weight_files
@@ -83,7 +83,6 @@ class DFlashDrafter(DFlashModel):
                 what differs.
             OSError: there are no such files, or the Hub does not give them.
         """
-        wanted = as_dtype(dtype)
         config = _config(path, checkpoint_config(path, **where), **where)
         with torch.device("meta"):  # nothing is allocated by what a config says alone
             drafter = cls(config)
@@ -105,14 +104,10 @@ class DFlashDrafter(DFlashModel):
         drafter.draft_vocabulary = weights.pop("draft_vocabulary", None)
         drafter.load_state_dict(weights, assign=True, strict=False)
         drafter.requires_grad_(False)
-        drafter.name_or_path, drafter._names = path, theirs
-        saved = weights["fc.weight"].dtype
-        wanted = saved if wanted == "auto" else wanted
-        if target is None:
-            return drafter.to(dtype=wanted or saved).eval()
-        for name, value in told_of(target).items():
+        drafter._names = theirs
+        for name, value in ({} if target is None else told_of(target)).items():
             setattr(config, name, value)
-        return attach_to(drafter, target, tokenizer, wanted)
+        return adopted(drafter, path, target, tokenizer, as_dtype(dtype))
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the drafter in our format: its published config.json with what is known of its target, and weights.
