@@ -23,7 +23,6 @@ from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.kinds import kind_of
-from hf_dart.hub.loading import without_bars
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import TargetModules, as_dtype, device_of, host_by_default, rows_of, where_it_runs
 from hf_dart.models.features import lm_head_of
