@@ -27,7 +27,7 @@ from hf_dart.bench.report import circumstances
 from hf_dart.bench.speed import Settings
 from hf_dart.bench.suites import cut_prompts, texts
 from hf_dart.errors import UserError
-from hf_dart.hub.loading import PACKAGED, quantization_config
+from hf_dart.hub.loading import PACKAGED
 from hf_dart.hub.machine import versions
 from hf_dart.view.tables import headline, markdown
 
@@ -87,7 +87,7 @@ def quantisations(package: str, folder: Path) -> Iterator[tuple[str, dict[str, A
 
 
 def configured(fields: dict[str, Any]) -> dict[str, Any]:
-    return {"quantization_config": quantization_config(fields)}
+    return {"quantization_config": fields}
 
 
 def row_of(pair: Pair, dtype: str, settings: Settings, prompts: list[list[int]]) -> dict[str, Any]:

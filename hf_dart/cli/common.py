@@ -14,7 +14,7 @@ from typing import Any
 
 from hf_dart.bench.pair import Pair, load_pair, target_of
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
-from hf_dart.hub.loading import DTYPES, PACKAGED, load_tokenizer, quantization_config
+from hf_dart.hub.loading import DTYPES, PACKAGED, load_tokenizer
 from hf_dart.view.tables import aligned
 
 
@@ -121,7 +121,7 @@ def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Options of `from_pretrained` that `target_options` adds, dtype and places aside."""
     options = given(arguments, ("attn_implementation",))
     if arguments.quantization is not None:
-        options["quantization_config"] = quantization_config(arguments.quantization)
+        options["quantization_config"] = arguments.quantization
     return options
 
 

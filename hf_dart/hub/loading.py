@@ -91,23 +91,6 @@ def load_target(
     return model, read_tokenizer(tokenizer or path, **revision)
 
 
-def quantization_config(fields: dict[str, Any]) -> Any:
-    """Make the config of a quantisation of transformers from its fields, such as {"load_in_4bit": True}.
-
-    Raises:
-        UserError: there is none with those.
-    """
-    from transformers.quantizers.auto import AutoQuantizationConfig
-
-    try:
-        return AutoQuantizationConfig.from_dict(fields)
-    except Exception as error:  # as in load_target
-        raise UserError(
-            f"transformers reads no quantisation from {fields} ({sentence(error)}); give the fields of one of its "
-            'configs, such as {"load_in_4bit": true}.'
-        ) from error
-
-
 def check_path(what: str, path: str) -> None:
     """Raise a `UserError` if `path` is no folder of a saved model and cannot be an id of the Hub; `what` names it."""
     folder = Path(path)

@@ -16,7 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from hf_dart.drafters.registry import trainers
 from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
-from hf_dart.hub.loading import load_target, quantization_config
+from hf_dart.hub.loading import load_target
 from hf_dart.training.checkpoints import newest_checkpoint, whole
 from hf_dart.training.data.frequent import frequent_tokens
 from hf_dart.training.data.sources import load_rows
@@ -134,7 +134,7 @@ def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     options: dict[str, Any] = {}
     if arguments.quantization is not None:
         fields = json_object("quantization", arguments.quantization, '{"load_in_4bit": true}')
-        options["quantization_config"] = quantization_config(fields)
+        options["quantization_config"] = fields
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
     if arguments.target_revision is not None:
