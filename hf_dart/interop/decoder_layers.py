@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -117,16 +116,9 @@ def read_rope(layer: Fields, *, theta: float | None = None, as_default: Collecti
     return {"rope_type": kind, **parameters}
 
 
-def rope_frequencies(parameters: dict[str, Any], head_dim: int, max_positions: int) -> tuple[Tensor, float]:
-    """Return frequencies [head_dim / 2] and the factor on cos and sin, as transformers makes them."""
-    config = LlamaConfig(
-        hidden_size=head_dim,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=head_dim,
-        max_position_embeddings=max_positions,
-        rope_parameters=dict(parameters),
-    )
+def scaled_rotation(parameters: dict[str, Any], head_dim: int, max_positions: int) -> dict[str, Any]:
+    """Return `rope_frequencies` [head_dim / 2] and `rope_scale` of a `HeadConfig`, as transformers makes them."""
+    config = LlamaConfig(head_dim=head_dim, max_position_embeddings=max_positions, rope_parameters=dict(parameters))
     with torch.device("cpu"):
         rotary = LlamaRotaryEmbedding(config)
-    return rotary.inv_freq, float(rotary.attention_scaling)
+    return {"rope_frequencies": rotary.inv_freq.tolist(), "rope_scale": float(rotary.attention_scaling)}

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
 from hf_dart.interop import weights
-from hf_dart.interop.decoder_layers import read_rope, read_vocabulary, read_widths, read_windows, rope_frequencies
+from hf_dart.interop.decoder_layers import read_rope, read_vocabulary, read_widths, read_windows, scaled_rotation
 from hf_dart.interop.fields import HARMLESS, MANY, Fields
 from hf_dart.models.features import default_feature_layers
 
@@ -126,14 +126,13 @@ class Published:
     """A published head, by its config.json and the headers of its weights.
 
     Attributes:
-        fields: of an `EagleConfig` or a `DartConfig`; `mask_token_id` too for P-EAGLE.
-        taps: the layers of the target in the order in which they are fused.
+        fields: of an `EagleConfig` or a `DartConfig`, `feature_layers` in the order in which they are fused;
+            `mask_token_id` too for P-EAGLE.
         names: renamings (`weights.renamed`) of a network with `layers.N` to the names in the file.
         ignored: names of tensors that are not used.
     """
 
     fields: dict[str, Any]
-    taps: list[int]
     names: dict[str, str] = field(default_factory=network_names)
     ignored: frozenset[str] = frozenset()
 
@@ -162,14 +161,13 @@ def read_published(
     ignored = frozenset(name for name in shapes if _IGNORED.fullmatch(name))
     stored = frozenset(shapes) - ignored
     first = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
-    taps = [num_layers] if joined else _taps(fields, nested, num_layers)
     query = shapes.get(f"{first}.self_attn.q_proj.weight")
     described = read_widths(layer, _head_dim(layer, query, path)) | read_vocabulary(fields, layer)
     described |= {
         "embedding_size": described["hidden_size"],
         "feature_size": fields.integer("target_hidden_size", 2, 2**20, described["hidden_size"]),
         "num_layers": _layer_count(layer, first, stored),
-        "feature_layers": taps,
+        "feature_layers": [num_layers] if joined else _taps(fields, nested, num_layers),
         "embeddings": "own" if "embed_tokens.weight" in stored else "table",
         "own_lm_head": "lm_head.weight" in stored,
         "joined": joined,
@@ -196,7 +194,7 @@ def read_published(
         )
     legacy = _AUX_NORMS if "aux_norm_low.weight" in stored else {}
     names = network_names(first, next(iter(deeper_norms), "input_layernorm"))
-    return Published(described, taps, {**legacy, **names}, ignored)
+    return Published(described, {**legacy, **names}, ignored)
 
 
 def _layer_count(layer: Fields, first: str, stored: Collection[str]) -> int:
@@ -233,13 +231,9 @@ def _biases(layer: Fields, first: str, stored: Collection[str], path: str) -> di
 def _rotation(layer: Fields, head_dim: int) -> dict[str, Any]:
     # "dynamic" scales beyond the text it was trained on alone; "mrope" has three positions, all alike in plain text.
     rotation = read_rope(layer, theta=10000.0, as_default=("dynamic", "mrope"))
-    frequencies, scale = rope_frequencies(rotation, head_dim, layer.integer("max_position_embeddings", 1, MANY, 2048))
-    plain = rotation["rope_type"] == "default"
-    return {
-        "rope_theta": rotation["rope_theta"],
-        "rope_frequencies": None if plain else frequencies.tolist(),
-        "rope_scale": scale,
-    }
+    longest = layer.integer("max_position_embeddings", 1, MANY, 2048)
+    scaled = {} if rotation["rope_type"] == "default" else scaled_rotation(rotation, head_dim, longest)
+    return {"rope_theta": rotation["rope_theta"], **scaled}
 
 
 def read_weights(
@@ -263,7 +257,7 @@ def read_weights(
     found = weights.read_weights(files, path, names, stored, **sizes, ignored=published.ignored)
     if slot is not None:
         found["mask_slot.weight"] = found["mask_slot.weight"].reshape(slot)
-    return _with_ascending_taps(found, published.taps)
+    return _with_ascending_taps(found, published.fields["feature_layers"])
 
 
 def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3")) -> Fields:

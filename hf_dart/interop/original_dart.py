@@ -45,16 +45,15 @@ def read_original(
     if "rope_scaling" in fields:
         raise fields.wrong("rope_scaling", fields.given("rope_scaling"), "left out; scaled rotations are not known")
     widths = read_widths(fields)
-    layers = papers_taps(num_layers, "Heads in the format of DART's code")
     described = {
         **widths,
         **read_vocabulary(fields, fields),
         "draft_length": fields.integer("draft_length", 0, 30) + 1,
-        "feature_layers": layers,
+        "feature_layers": papers_taps(num_layers, "Heads in the format of DART's code"),
         "embedding_size": widths["hidden_size"],
         "feature_size": fields.integer("target_hidden_size", 2, 2**20, widths["hidden_size"]),
         "own_lm_head": True,
         "double_norm": True,
         "rope_theta": fields.number("rope_theta", 10000.0),
     }
-    return Published(described, layers, network_names("midlayer", mask="midlayer.mask_rep"), _IGNORED & shapes.keys())
+    return Published(described, network_names("midlayer", mask="midlayer.mask_rep"), _IGNORED & shapes.keys())
