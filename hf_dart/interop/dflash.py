@@ -17,6 +17,7 @@ from hf_dart.interop.eagle3 import read_speculators_config, speculators_layer
 from hf_dart.interop.fields import HARMLESS, MANY, Fields
 
 _KIND = "DFlash drafter"
+_XPRESS = "an XPress drafter"  # arXiv 2608.02438
 _MOST_LAYERS = 64
 _MOST_SLOTS = 256
 _DFLASH2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
@@ -35,35 +36,23 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
-def _architecture(content: dict[str, Any]) -> str | None:
-    """Return the variant that a config.json in z-lab's format describes; None if it describes none."""
-    architectures = content.get("architectures")
-    if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
-        return None
-    return _ARCHITECTURES.get(architectures[0])
-
-
-def _is_xpress(content: dict[str, Any]) -> bool:
-    """Recognise the config.json of an XPress drafter (arXiv 2608.02438), by speculators or by its authors."""
-    return "xpress_rank" in content or "xpress" in str(content.get("speculators_model_type")).lower()
-
-
 def dflash_format(content: dict[str, Any]) -> str | None:
     """Return a description of a config.json's drafter if it is a DFlash drafter or a variant, of whatever version."""
-    if _is_xpress(content):
-        return "an XPress drafter"
     kind = content.get("speculators_model_type")
+    if "xpress_rank" in content or "xpress" in str(kind).lower():
+        return _XPRESS
     if isinstance(kind, str) and kind in _CALLED:
         return f"a {_CALLED[kind]} drafter in the format of speculators"
     if content.get("model_type") == "muse_glimmer_assistant":
         return "a DFlash drafter in the format of transformers' assistants"
+    named = content.get("architectures")
+    names = [str(name) for name in named] if isinstance(named, list) else []
+    if not any("dflash" in name.lower() or "dspark" in name.lower() for name in names):
+        return None
     inner = content.get("dflash_config")
-    if _architecture(content) == "dflash" and isinstance(inner, dict) and inner.get("causal_head"):
+    if names[0] == "DFlashDraftModel" and isinstance(inner, dict) and inner.get("causal_head"):
         return "a JetSpec drafter"
-    architectures = content.get("architectures")
-    names = architectures if isinstance(architectures, list) else []
-    known = any("dflash" in str(name).lower() or "dspark" in str(name).lower() for name in names)
-    return f"a {_CALLED[_architecture(content) or 'dflash']} drafter in z-lab's format" if known else None
+    return f"a {_CALLED[_ARCHITECTURES.get(names[0], 'dflash')]} drafter in z-lab's format"
 
 
 def read_dflash(content: dict[str, Any]) -> dict[str, Any]:
@@ -72,24 +61,25 @@ def read_dflash(content: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it describes no DFlash drafter, or one that is not known here, or contradicts itself.
     """
-    if _is_xpress(content):
+    if dflash_format(content) == _XPRESS:
         raise ValueError(
             "This is an XPress drafter, a DFlash drafter with a refiner of the whole block that hf_dart does not "
             "read; give a DFlash, DFlash2 or DSpark drafter of this target."
         )
+    fields = Fields(content, _KIND)
     if "speculators_model_type" in content:
-        return _read_speculators(Fields(content, _KIND))
+        return _read_speculators(fields)
     if content.get("model_type") == "muse_glimmer_assistant":
-        return _read_assistant(Fields(content, _KIND))
-    if _architecture(content) is not None:
-        return _read_zlab(Fields(content, _KIND), content)
+        return _read_assistant(fields)
+    if content.get("architectures") in [[name] for name in _ARCHITECTURES]:
+        return _read_zlab(fields)
     raise ValueError(
         f"Its config.json names the architectures {content.get('architectures')}, and a DFlash drafter is one of "
         f"{', '.join(_ARCHITECTURES)} or a muse_glimmer_assistant; give such a checkpoint."
     )
 
 
-def _read_zlab(fields: Fields, content: dict[str, Any]) -> dict[str, Any]:
+def _read_zlab(fields: Fields) -> dict[str, Any]:
     fields.choice("model_type", ("qwen3",))
     inner = fields.part("dflash_config", beside=_INNER)
     inner.choice("attention_mode", ("gqa",), "gqa")
@@ -102,7 +92,7 @@ def _read_zlab(fields: Fields, content: dict[str, Any]) -> dict[str, Any]:
     target_layers = inner.integer("num_target_layers", 1, MANY) if "num_target_layers" in inner else None
     cap = inner.number("final_logit_softcapping", 0.0, positive=False)
     config = {
-        **_variant_fields(_architecture(content) or "dflash", inner, backbone),
+        **_variant_fields(_ARCHITECTURES[fields.given("architectures")[0]], inner, backbone),
         # A query at q attends to a key at k if q - k < window.
         "layers": tuple(
             ((window is not None) if causal is None else causal, None if window is None else window - 1)
