@@ -80,11 +80,14 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.training.data.documents import datasets_library
     from hf_dart.training.data.sources import DataArguments
     from hf_dart.training.regenerate.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate
+    from hf_dart.training.regenerate.sampling import Sampling
 
     with as_user_error():
         datasets_library().disable_progress_bars()
         shape = common.given(arguments, ("length", "new_tokens", "batch_size", "seed"))
-        settings = RegenerateSettings(prefix=tuple(arguments.prefix), mixture=_mixture(arguments), **shape)
+        ways = arguments.mixture or [f"1 temperature={arguments.temperature}"]
+        mixture = tuple(map(Sampling.parse, ways))
+        settings = RegenerateSettings(prefix=tuple(arguments.prefix), mixture=mixture, **shape)
         fields = common.given(arguments, ("text_field", "messages_field", "streaming", "cache_dir", "chat_template"))
         thinking = arguments.thinking
         data = DataArguments(train_data=arguments.data, enable_thinking=thinking, train_on="all", **fields)
@@ -107,14 +110,6 @@ def _run(arguments: argparse.Namespace) -> int:
             if arguments.minutes is not None and seconds > 60 * arguments.minutes:
                 break
     return 0
-
-
-def _mixture(arguments: argparse.Namespace) -> Any:
-    from hf_dart.training.regenerate.sampling import Sampling
-
-    if arguments.mixture is None:
-        return (Sampling(temperature=arguments.temperature),)
-    return tuple(Sampling.parse(way) for way in arguments.mixture)
 
 
 def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tuple[Any, dict[str, Any]]:

@@ -207,20 +207,15 @@ def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[st
         before: the last ids in front of `tokens`.
     """
     found = []
-    ids = list(before)
-    shown = tokenizer.decode(ids) if ids else ""
-    for token in tokens:
-        ids.append(token)
-        text = tokenizer.decode(ids)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):
+    shown = tokenizer.decode(before) if before else ""
+    for count in range(1, len(tokens) + 1):
+        text = tokenizer.decode([*before, *tokens[:count]])
+        if text.endswith("\N{REPLACEMENT CHARACTER}") and count < len(tokens):
             found.append("")
             continue
         # Some tokenizers change what stood in front, such as a space.
-        found.append(text[len(shown) :] if text.startswith(shown) else tokenizer.decode([token]))
-        ids, shown = ids[-8:], tokenizer.decode(ids[-8:])
-    rest = tokenizer.decode(ids)
-    if found and not found[-1] and rest.startswith(shown):
-        found[-1] = rest[len(shown) :]
+        found.append(text[len(shown) :] if text.startswith(shown) else tokenizer.decode(tokens[count - 1 : count]))
+        shown = text
     return found
 
 
