@@ -108,6 +108,7 @@ class MtpDrafter(StockDrafter):
         *,
         target: PreTrainedModel | None = None,
         tokenizer: Any = None,
+        dtype: Any = None,
         ngram: NgramTable | str | None = None,
         draft_length: int = 5,
         beam: int = 4,
@@ -118,7 +119,7 @@ class MtpDrafter(StockDrafter):
         Args:
             path: a folder or a Hub repository.
             target: the causal LM.
-            tokenizer: not looked at: the module reads the target's embeddings.
+            tokenizer, dtype: not looked at: the module reads the target's embeddings.
             ngram: a table of n-grams or its path, as `drafter.ngram`.
             draft_length, beam: as for the class.
             where: revision, token, ... of the repository.
