@@ -12,6 +12,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -26,8 +27,7 @@ from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.trees.chain import ChainScores, best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import Copy, RowLookup, best_depth, padded, up_to_end, with_copies
-from hf_dart.trees.costs import RoundCost
-from hf_dart.trees.in_tensors import grow_in_tensors
+from hf_dart.trees.costs import Array, RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores
 from hf_dart.trees.tree import DraftTree
@@ -45,7 +45,7 @@ class TreeGrower:
         config: how.
         processors: of the call, to be imitated in the ranking.
         texts: per row its token ids so far, without padding; the lists are shared and grow from outside.
-        device: where the target takes its input ids.
+        device: of the target.
         ends: tokens that end a text.
         cost: of a round with a draft (True) or without; None for those of `config`.
     """
@@ -60,8 +60,8 @@ class TreeGrower:
         ends: Collection[int] = (),
         cost: Callable[[bool], RoundCost] | None = None,
     ) -> None:
-        self._drafter, self._config, self._texts, self._device = drafter, config, texts, device
-        self._ends = torch.tensor(sorted(ends), device=device)
+        self._drafter, self._config, self._texts = drafter, config, texts
+        self._ends = sorted(ends)
         self.depth = min(config.depth or drafter.draft_length, drafter.draft_length)
         self._most = config.resolve_nodes(len(texts), device.type)  # nodes per row
         self._rank = Ranker(processors, config.top_k)
@@ -69,7 +69,7 @@ class TreeGrower:
         self._lookups = [RowLookup(text) for text in texts]
         self._formula = DraftScores(config, drafter.ngram)
         self._cost = cost or partial(config.round_cost, len(texts), device.type)
-        self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long, device=device))
+        self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long))
 
     def __call__(
         self,
@@ -82,7 +82,7 @@ class TreeGrower:
         ended: list[bool] | None = None,
         copies: list[Copy] | None = None,
     ) -> DraftTree:
-        """Return the trees [B, N] after the last committed tokens.
+        """Return the trees [B, N] after the last committed tokens, on the CPU.
 
         Args:
             proposal: `depth` distributions per row; None where copied text alone grows.
@@ -98,29 +98,27 @@ class TreeGrower:
         """
         found = self.copies(deepest) if copies is None else copies
         if self._most == 1 or (proposal is None and not self._may_pay(found, weights)):
-            return replace(self._roots_alone, tokens=self._roots(self._device)[:, None])
+            return replace(self._roots_alone, tokens=self._roots()[:, None])
         copied, chances = padded(found)
-        if len(self._ends):
+        if self._ends:
             copied, chances = up_to_end(copied, chances, self._ending(copied, ended))
         if proposal is None:
             none = torch.empty(len(deepest), 0, 1)
-            growing = self._candidates(none.long(), none[:, :, None], copied, chances, deepest, ended)
-            return self._on_host(growing, weights).to(self._device)
+            return self._grown(none.long(), none[:, :, None], copied, chances, deepest, weights, ended)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
         after_draft = None
         if refine is not None and self._config.refine and self.depth > 1 and not chain:
             tokens, scores, after_draft = self._refine(proposal, gumbel, seen, refine)
         else:
             ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
-            tokens, scores = (part.to(self._device)[..., : 1 if chain else None] for part in ranked)
+            tokens, scores = (part[..., : 1 if chain else None] for part in ranked)
         if copied.shape[1]:
             # Copied tokens join the candidates, so that a drafted token after one is scored like any other.
-            tokens, scores = with_copies(tokens, scores, copied.to(self._device))
+            tokens, scores = with_copies(tokens, scores, torch.from_numpy(copied).to(tokens.device))
         steps = self._steps(proposal, tokens, scores)
         if after_draft is not None:
             steps = after_draft.replace(tokens, steps)
-        growing = self._candidates(tokens, steps, copied, chances, deepest, ended)
-        return self._on_host(growing, weights) if self._device.type == "cpu" else self._on_device(growing)
+        return self._grown(tokens, steps, copied, chances, deepest, weights, ended)
 
     def score(self, logits: Tensor, gumbel: Tensor | None) -> Tensor:
         """Log-scores [B, W, V] of the logits [B, W, V] of one depth, its noise being `gumbel` [B, 1, V]."""
@@ -145,8 +143,7 @@ class TreeGrower:
             later = self._rank.scores(refine(draft).logits, gumbel, seen, vocabulary)
             again, looked_at = torch.cat([first[:, :1], later[:, 1:]], dim=1), draft
         candidates, (scores, better) = self._rank.best(first, again, vocabulary=vocabulary)
-        device = self._device
-        return candidates.to(device), scores.to(device), ChainScores(looked_at.to(device), better.to(device))
+        return candidates, scores, ChainScores(looked_at, better)
 
     def _steps(self, proposal: Proposal, tokens: Tensor, scores: Tensor) -> Tensor:
         """[B, d, J, K] log-scores of candidates [B, d, K] after each of the depth before, from those alone [B, d, K].
@@ -155,12 +152,12 @@ class TreeGrower:
         """
         if not self._config.selector:
             return scores[:, :, None]
-        table = self._drafter.transitions(proposal, self._roots(tokens.device), tokens, scores)
+        table = self._drafter.transitions(proposal, self._roots().to(tokens.device), tokens, scores)
         return scores[:, :, None] if table is None else table
 
-    def _roots(self, device: torch.device) -> Tensor:
+    def _roots(self) -> Tensor:
         """[B] last committed tokens."""
-        return torch.tensor([text[-1] for text in self._texts], device=device)
+        return torch.tensor([text[-1] for text in self._texts])
 
     def copies(self, deepest: list[int]) -> list[Copy]:
         """Return the earlier text of each row that may be copied after its last committed token."""
@@ -174,40 +171,36 @@ class TreeGrower:
             return longest > 0
         return best_depth(copies, weights or [1.0] * len(copies), self._cost(False))[0] > 0
 
-    def _ending(self, tokens: Tensor, ended: list[bool] | None) -> Tensor:
+    def _ending(self, tokens: Array, ended: list[bool] | None) -> Array:
         """Return a mask [B, ...] of the tokens that end the text of their row."""
-        ending = torch.isin(tokens, self._ends.to(tokens.device))
+        ending = np.isin(tokens, self._ends)
         if ended is not None:
-            ending[torch.tensor(ended, device=ending.device)] = False
+            ending[ended] = False
         return ending
 
-    def _candidates(
+    def _grown(
         self,
         tokens: Tensor,
         steps: Tensor,
-        copied: Tensor,
-        chances: Tensor,
+        copied: Array,
+        chances: Array,
         deepest: list[int],
+        weights: list[float] | None,
         ended: list[bool] | None,
-    ) -> Candidates:
-        """Build the `Candidates` of a round; their history is the last tokens that scores depend on, padded with -1."""
-        length = max(self._formula.context, 1)
-        history = torch.tensor([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
-        ending = self._ending(tokens, ended) if len(self._ends) else None
-        return Candidates(history, tokens, steps, self._formula, copied, chances, deepest, ending)
+    ) -> DraftTree:
+        """Grow trees from candidates [B, d, K], their scores [B, d, J, K] and copies, sized by what nodes are worth.
 
-    def _on_host(self, growing: Candidates, weights: list[float] | None) -> DraftTree:
-        """Return the trees on the CPU, sized by what their nodes are worth if no size is given."""
-        cost: RoundCost | None = None
-        if self._config.nodes is None:
-            cost = self._cost(growing.tokens.shape[1] > 0)
+        Scores look at the last tokens of each text, padded with -1.
+        """
+        length = max(self._formula.context, 1)
+        history = np.array([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
+        columns, scores = tokens.cpu().numpy(), steps.detach().double().cpu().numpy()
+        ending = self._ending(columns, ended) if self._ends else None
+        candidates = Candidates(history, columns, scores, self._formula, copied, chances, deepest, ending)
+        cost = self._cost(len(columns[0]) > 0) if self._config.nodes is None else None
         # Without a table, scoring more paths costs almost nothing.
         beam = self._config.beam if self._formula.context else None
-        return grow_on_host(growing.on_host(), nodes=self._most, beam=beam, cost=cost, weights=weights)
-
-    def _on_device(self, growing: Candidates) -> DraftTree:
-        """Return the trees on the target's device, of a given size."""
-        return grow_in_tensors(growing.on(self._device), nodes=self._most, beam=self._config.beam)
+        return grow_on_host(candidates, nodes=self._most, beam=beam, cost=cost, weights=weights)
 
 
 class Ranker:

@@ -119,8 +119,8 @@ class Pace:
     ) -> None:
         self._config, self._depth, self._timed = config, depth, timed
         self._chooses = depth > 0 and config.nodes is None
-        # On a CPU trees shrink to chains by themselves, and a chain saves nothing but other looks at the draft.
-        self._chains = device_type != "cpu" or config.refine > 0
+        # Trees shrink to chains by themselves, and a chain saves nothing but other looks at the draft.
+        self._chains = config.refine > 0
         self._estimate = config.round_cost(batch, device_type, drafted=False)
         self._verify, self._draft_cost = self._estimate.verify, config.draft_cost or 0.0
         self._filled = np.arange(len(self._verify))

@@ -184,7 +184,7 @@ def admit(
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
     # Processes that share a target would measure different costs, and verify different trees.
     timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, input_ids.device.type)
-    tree_config = tree_config.for_levels(levels, input_ids.device.type)
+    tree_config = tree_config.for_levels(levels)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
     cached = slots_of(stock)

@@ -132,12 +132,12 @@ class Walker:
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """Return the target's token after every node, [B, N]."""
         scores = logits.to(dtype=torch.float32, device=self._rows.device).flatten(0, 1)
-        no_text = tree.tokens.new_empty(len(scores), 0)  # which none of the processors reads
+        no_text = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)  # none of the processors reads it
         scores = self._processors(no_text, scores).view_as(logits)
         if self._noise is None:
             return scores.argmax(-1)
         window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
-        at_node = window[torch.arange(len(window), device=window.device)[:, None], tree.depths]
+        at_node = window[torch.arange(len(window), device=window.device)[:, None], tree.depths.to(window.device)]
         return drawn(scores.softmax(-1).div_(at_node))
 
     def _choose(self, row: int, logits: Tensor) -> int:

@@ -20,8 +20,7 @@ import numpy as np
 
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.ngram.build import TableWriter, folder_of, merge
-from hf_dart.trees.ngram.lookup import Array
-from hf_dart.trees.ngram.table import NgramSpec, NgramTable
+from hf_dart.trees.ngram.table import Array, NgramSpec, NgramTable
 
 CHUNK = 2**20
 """Nodes that are taken in at a time."""

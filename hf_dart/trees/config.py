@@ -24,8 +24,8 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 MAX_NODES = 1024
 """Most nodes of a tree per row, and candidates and paths per depth: memory and time of masks grow with the square."""
 
-_LEVELLED = 16, 5
-"""Most nodes, and levels, of trees that are computed level by level, where nothing else is said."""
+_LEVELLED = 16
+"""Most nodes of trees that are computed level by level, where nothing else is said."""
 
 _RETIRED = {"calibrate"}
 """Fields of earlier versions that saved configs may hold."""
@@ -37,11 +37,11 @@ class TreeConfig:
 
     Args:
         nodes: N, nodes per row, the root included, at most 1024; with 1 nothing is drafted. None sizes trees by
-            the batch, the device and, on a CPU, the worth of each node, and pauses drafting where it does not pay.
+            the batch, the device and the worth of each node, and pauses drafting where it does not pay.
         depth: deepest node; None is the drafter's draft length.
         top_k: K, candidates per depth, at most 1024.
-        beam: W, paths that are expanded at each depth where trees grow in tensors, or with n-grams; otherwise the best
-            nodes of all paths are found on a CPU without it. At most 1024; 1 with `top_k=1` is a chain.
+        beam: W, paths that are expanded at each depth with n-grams; otherwise the best nodes of all paths are found
+            without it. At most 1024.
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.trees.copies`); 0 for none.
         node_cost: cost of verifying one more node in one row on a CPU, relative to a round without a draft. None is an
             estimate, and where trees have no given size, it is measured while generating.
@@ -128,18 +128,13 @@ class TreeConfig:
         if self.nodes is not None:
             return self.nodes
         most = max(2, min(64, 256 // batch_size) if device_type != "cpu" else 64 // batch_size)
-        return min(most, _LEVELLED[0]) if self.level_cost else most
+        return min(most, _LEVELLED) if self.level_cost else most
 
-    def for_levels(self, computed: bool, device_type: str) -> TreeConfig:
-        """Return settings for a target whose trees are computed level by level, or (not `computed` so) for any other.
-
-        Where trees are not sized by their worth, they are kept shallow.
-        """
+    def for_levels(self, computed: bool) -> TreeConfig:
+        """Return settings for a target whose trees are computed level by level, or (not `computed` so) any other."""
         if not computed:
             return replace(self, level_cost=0.0)
-        cost = LEVEL_COST if self.level_cost is None else self.level_cost
-        shallow = self.depth is None and self.nodes is None and device_type != "cpu"
-        return replace(self, level_cost=cost, depth=_LEVELLED[1] if shallow else self.depth)
+        return replace(self, level_cost=LEVEL_COST if self.level_cost is None else self.level_cost)
 
     def round_cost(
         self, batch_size: int, device_type: str, drafted: bool = True, most: int | None = None

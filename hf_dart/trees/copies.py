@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dart.trees.costs import RoundCost
+from hf_dart.trees.costs import Array, RoundCost
 
 NGRAM = 2  # shortest match
 LONGEST = 32  # matches are not told apart beyond this length
@@ -110,7 +110,7 @@ def best_depth(copies: Sequence[Copy], weights: Sequence[float], cost: RoundCost
     return depth, float(expected[depth]), float(costs[depth])
 
 
-def padded(copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:
+def padded(copies: Sequence[Copy]) -> tuple[Array, Array]:
     """Return copies of B rows as tokens [B, L] and the log-probability [B, L] of each.
 
     After the end of a row's copy they are -1 and -inf.
@@ -123,17 +123,17 @@ def padded(copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:
     for row, (copied, chance) in enumerate(copies):
         tokens[row, : len(copied)] = copied
         chances[row, : len(copied)] = chance
-    return torch.from_numpy(tokens), torch.from_numpy(chances)
+    return tokens, chances
 
 
-def up_to_end(copied: Tensor, chances: Tensor, ending: Tensor) -> tuple[Tensor, Tensor]:
+def up_to_end(copied: Array, chances: Array, ending: Array) -> tuple[Array, Array]:
     """Cut copied tokens [B, L] and their log-probabilities [B, L] after the first in each row that ends the text.
 
     Args:
         ending: [B, L] bool, tokens that end the text.
     """
-    after = ending.cumsum(1) > ending.long()
-    return copied.masked_fill(after, -1), chances.masked_fill(after, -inf)
+    after = ending.cumsum(1) > ending
+    return np.where(after, -1, copied), np.where(after, -inf, chances)
 
 
 def with_copies(candidates: Tensor, scores: Tensor, copied: Tensor) -> tuple[Tensor, Tensor]:

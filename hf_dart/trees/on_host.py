@@ -1,9 +1,9 @@
-"""Draft trees grown on the host, in NumPy: the nodes that `in_tensors` finds, for trees on a CPU.
+"""Draft trees grown on the host, in NumPy.
 
-Small arrays cost NumPy a fraction of what small tensors cost torch, and on the host a beam can be as narrow as the
-scores found so far allow, and a tree no larger than its nodes are worth. On the packaged pair (8 depths, a selector,
-one thread of a CPU; medians of ratios in one run) growing in tensors takes 2.1 times as long for one row and 16 nodes,
-1.2 times for four rows and 60 nodes, and 4.4 times with an n-gram table.
+At each depth the best paths are extended by all candidates; every extension enters one pool, and the nodes with the
+largest cumulative score form the tree (DART, arXiv 2601.19278, section 3.3; OPT-Tree and DDTree pose the same problem).
+Width 1 gives a chain. Small arrays cost NumPy a fraction of what small tensors cost torch, and on the host a beam can
+be as narrow as the scores found so far allow, and a tree no larger than its nodes are worth.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def grow_on_host(
     levels, where these have a cost of their own.
 
     Args:
-        candidates: arrays; `deepest` is a sequence or None.
+        candidates: of all rows.
         nodes: most nodes per row, the root included.
         beam: W, how many paths of each depth are extended; None finds the best nodes of all paths.
         cost: of the round; None grows to `nodes`.

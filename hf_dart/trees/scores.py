@@ -9,8 +9,6 @@ q(t) of t after the tokens before it, and its weight w = `TreeConfig.ngram_weigh
   drafter gave them. It estimates how likely the target's own token is t.
 - "paper": DART's weighted sum of log p(t) and log q(t) (arXiv 2601.19278, section 3.3), which ranks tokens but is no
   probability.
-
-The same code runs on NumPy arrays, for trees grown on the host, and on tensors.
 """
 
 from __future__ import annotations
@@ -18,19 +16,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from types import ModuleType
-from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.ngram.lookup import Ngrams, Values
+from hf_dart.trees.costs import Array
 from hf_dart.trees.ngram.table import NgramTable
 
 # A child's score lies this much below its parent's, so that the best N nodes always hold whole paths. No step is
-# deeper than the floor: on sums beyond a thousand, float32 could not tell such small steps.
+# deeper than the floor.
 STEP, FLOOR = 1e-4, -30.0
 _UNSEEN = 1e-4
 """Added to every probability of a table; small enough to tell apart, and a draft of unseen text survives it."""
@@ -38,7 +32,7 @@ _UNSEEN = 1e-4
 # away from 0 by. The first token, whose context the head has read, is scored without the n-grams.
 _LEVEL, _FADING, _EPSILON = -0.7, 0.9, 1e-10
 
-PathScorer = Callable[[int, Values, Values], Values]
+PathScorer = Callable[[int, Array, Array], Array]
 """Scores [B, W, K] of a depth's K candidates after each of W paths; [B, 1, K] where they do not depend on the path.
 
 Called with the depth, counted from 0; [B, W], which candidate of the depth before each path ends in (0 for the root);
@@ -63,7 +57,7 @@ class DraftScores:
         """Number of tokens before a candidate that its score depends on, beyond the drafter's part."""
         return self.table.spec.order - 1 if self.table is not None and self.config.ngram_weight else 0
 
-    def scorer(self, tokens: Values, steps: Values) -> PathScorer:
+    def scorer(self, tokens: Array, steps: Array) -> PathScorer:
         """Return the scores of one round.
 
         Args:
@@ -77,21 +71,18 @@ class DraftScores:
 class _OneRound:
     """The `PathScorer` of one round of `DraftScores`."""
 
-    def __init__(self, formula: DraftScores, tokens: Values, steps: Values) -> None:
+    def __init__(self, formula: DraftScores, tokens: Array, steps: Array) -> None:
         self._paper, self._weight = formula.config.scores == "paper", formula.config.ngram_weight
-        self._ngrams: Ngrams | None = None
-        if formula.context:
-            assert formula.table is not None
-            self._ngrams = formula.table.on(steps.device) if isinstance(steps, Tensor) else formula.table.on_host
+        self._ngrams = formula.table if formula.context else None
+        if self._ngrams is not None:
             self._tokens = self._ngrams.known(tokens)[:, :, None]  # [B, d, 1, K]
         if self._paper:
-            xp = namespace(steps)
             # The epsilon would turn missing candidates into candidates.
-            self._steps = xp.where(steps > -inf, xp.log(xp.exp(steps - log_sum(steps)) + _EPSILON), -inf)
+            self._steps = np.where(steps > -inf, np.log(np.exp(steps - _log_sum(steps)) + _EPSILON), -inf)
         else:
             self._steps = steps if self._ngrams is not None else bounded(steps)
 
-    def __call__(self, depth: int, columns: Values, paths: Values) -> Values:
+    def __call__(self, depth: int, columns: Array, paths: Array) -> Array:
         steps = self._steps[:, depth]
         if steps.shape[1] > 1:
             steps = take(steps, columns)
@@ -103,23 +94,21 @@ class _OneRound:
         if self._ngrams is None:
             return steps
         joined = steps + self._log_share(self._ngrams, depth, paths, _UNSEEN)
-        return bounded(joined + (log_sum(steps) - log_sum(joined)))
+        return bounded(joined + (_log_sum(steps) - _log_sum(joined)))
 
-    def _log_share(self, ngrams: Ngrams, depth: int, paths: Values, added: float) -> Values:
+    def _log_share(self, ngrams: NgramTable, depth: int, paths: Array, added: float) -> Array:
         """Weighted log-probabilities w · log(q + `added`) [B, W, K] of the candidates after each path."""
-        shares = ngrams.after(ngrams.known(paths), self._tokens[:, depth]) + added
-        logs = self._weight * namespace(shares).log(shares)
-        return logs.to(self._steps.dtype) if isinstance(logs, Tensor) else logs
+        return self._weight * np.log(ngrams.after(ngrams.known(paths), self._tokens[:, depth]) + added)
 
 
-def bounded(steps: Values) -> Values:
+def bounded(steps: Array) -> Array:
     """Log-scores as steps down a tree: between the floor and -STEP, or -inf where there is no node (also for nan)."""
-    return namespace(steps).where(steps > -inf, steps.clip(FLOOR, -STEP), -inf)
+    return np.where(steps > -inf, steps.clip(FLOOR, -STEP), -inf)
 
 
 @dataclass(frozen=True)
 class Candidates:
-    """Candidate tokens of B rows for each of d depths, and copies of earlier text; NumPy arrays, or tensors.
+    """Candidate tokens of B rows for each of d depths, and copies of earlier text.
 
     Attributes:
         history: [B, C] last committed tokens, the root of the tree last; as many as `formula` looks at, 1 at least.
@@ -134,67 +123,23 @@ class Candidates:
         ending: [B, d, K] candidates that end the text, after which nothing grows; None for none.
     """
 
-    history: Values
-    tokens: Values
-    steps: Values
+    history: Array
+    tokens: Array
+    steps: Array
     formula: DraftScores
-    copied: Values
-    chances: Values
-    deepest: Sequence[int] | Tensor | None = None
-    ending: Values | None = None
-
-    def on_host(self) -> Candidates:
-        """Convert to NumPy arrays, with scores in float64; tensors have to lie on the CPU."""
-        deepest: Any = self.deepest.tolist() if isinstance(self.deepest, Tensor) else self.deepest
-        return Candidates(
-            self.history.numpy(),
-            self.tokens.numpy(),
-            self.steps.detach().double().numpy(),
-            self.formula,
-            self.copied.numpy(),
-            self.chances.double().numpy(),
-            deepest,
-            None if self.ending is None else self.ending.numpy(),
-        )
-
-    def on(self, device: torch.device) -> Candidates:
-        """Convert to tensors on a device, with scores in float32."""
-        deepest = self.deepest
-        if deepest is not None and not isinstance(deepest, Tensor):
-            limited = min(deepest) < max(self.tokens.shape[1], self.copied.shape[1])
-            deepest = torch.tensor(deepest, device=device) if limited else None
-        return Candidates(
-            self.history.to(device),
-            self.tokens.to(device),
-            self.steps.float().to(device),
-            self.formula,
-            self.copied.to(device),
-            self.chances.float().to(device),
-            deepest,
-            None if self.ending is None else self.ending.to(device),
-        )
+    copied: Array
+    chances: Array
+    deepest: Sequence[int] | None = None
+    ending: Array | None = None
 
 
-# ---- functions of arrays and tensors alike ---------------------------------------------------------------------
-
-
-def namespace(values: Values) -> ModuleType:
-    """`torch` for a tensor, `numpy` for an array: the module whose functions take it."""
-    return torch if isinstance(values, Tensor) else np
-
-
-def take(values: Values, places: Values) -> Values:
+def take(values: Array, places: Array) -> Array:
     """Take `values` [B, n, ...] at `places` [B, m] of each row: [B, m, ...]."""
-    if isinstance(values, Tensor):
-        wide = places.view(*places.shape, *(1,) * (values.ndim - 2))
-        return values.gather(1, wide.expand(*places.shape, *values.shape[2:]))
     if len(values) == 1:  # takes half the time
         return values[0].take(places, axis=0)
     return values[np.arange(len(values))[:, None], places]
 
 
-def log_sum(values: Values) -> Values:
+def _log_sum(values: Array) -> Array:
     """Log Σ exp over the last dimension, which stays with size 1."""
-    if isinstance(values, Tensor):
-        return values.logsumexp(-1, keepdim=True)
     return np.logaddexp.reduce(values, axis=-1, keepdims=True)

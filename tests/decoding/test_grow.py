@@ -1,4 +1,4 @@
-"""From a proposal to a tree: copies, selector, noise and penalties reach the trees of host and device alike."""
+"""From a proposal to a tree: copies, selector, noise and penalties reach the trees."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from random import Random
 import pytest
 import torch
 from support.tiny import tiny_head, tiny_target
-from support.trees import WAYS, paths
+from support.trees import keep_candidates, paths, plainly
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from hf_dart import TreeConfig
@@ -19,8 +19,11 @@ from hf_dart.drafters.lookup import LookupDrafter
 @pytest.mark.parametrize("penalty", [None, 1.3])
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("rank", [0, 4])
-def test_both_ways_from_a_proposal(rank: int, noisy: bool, penalty: float | None) -> None:
-    """Copies, selector, noise and penalty reach the host's trees as they reach the device's."""
+def test_trees_of_a_proposal_are_those_of_a_plain_search(
+    rank: int, noisy: bool, penalty: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With copies, a selector, noise and a penalty."""
+    kept = keep_candidates(monkeypatch)
     target = tiny_target("qwen3")
     head = tiny_head(target, selector_rank=rank)
     generator = torch.Generator().manual_seed(3)
@@ -38,14 +41,11 @@ def test_both_ways_from_a_proposal(rank: int, noisy: bool, penalty: float | None
     gumbel = -torch.empty(3, 4, 48).exponential_(1, generator=generator).log() if noisy else None
     processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty else [])
     config = TreeConfig(nodes=25, depth=4, top_k=5, beam=1000, lookup=7)
-    found = []
-    for kind in WAYS.values():
-        grower = kind(head, config, processors, texts, torch.device("cpu"))
-        tree = grower(proposal, gumbel, [9, 3, 9])
-        found.append([paths(tree, row) for row in range(3)])
-    assert found[0] == found[1]
-    assert max(map(len, found[0][0])) > 4, "a copy goes deeper than the drafter"
-    assert max(map(len, found[0][1])) <= 3
+    tree = TreeGrower(head, config, processors, texts, torch.device("cpu"))(proposal, gumbel, [9, 3, 9])
+    found = [paths(tree, row) for row in range(3)]
+    assert found == [set(plainly(kept[0], row, 25, 1000)) for row in range(3)]
+    assert max(map(len, found[0])) > 4, "a copy goes deeper than the drafter"
+    assert max(map(len, found[1])) <= 3
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 48, 2)], ids=["all", "some"])
@@ -60,8 +60,7 @@ def test_a_penalty_is_for_what_each_row_holds(vocabulary: torch.Tensor | None) -
         assert [set(ids[row].tolist()) for row in found] == [set(text) & set(ids.tolist()) for text in texts]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_ends_of_a_call_end_its_drafts(way: str) -> None:
+def test_the_ends_of_a_call_end_its_drafts() -> None:
     """Drafted and copied; but for a row that has ended and runs on, whose pads may be end tokens."""
     head = tiny_head(tiny_target("llama"))
     logits = torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0))
@@ -69,7 +68,7 @@ def test_the_ends_of_a_call_end_its_drafts(way: str) -> None:
     end = int(logits[0, 0].argmax())
     logits[1, 0, end] = logits[2, 0, end] = 9
     texts = [[5, 6, end, 7, 8, 9, 5, 6], [5, 6], [5, 6]]
-    grower = WAYS[way](head, TreeConfig(nodes=60), LogitsProcessorList(), texts, torch.device("cpu"), {end, 47})
+    grower = TreeGrower(head, TreeConfig(nodes=60), LogitsProcessorList(), texts, torch.device("cpu"), {end, 47})
     for draft in (proposal, None):
         tree = grower(draft, None, [9, 9, 9], ended=[False, False, True])
         assert (end,) in paths(tree, 0)
@@ -79,13 +78,12 @@ def test_the_ends_of_a_call_end_its_drafts(way: str) -> None:
     assert any(end in path[:-1] for path in paths(tree, 2))
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_chain_is_the_likeliest_token_of_each_depth(way: str) -> None:
+def test_a_chain_is_the_likeliest_token_of_each_depth() -> None:
     head = tiny_head(tiny_target("llama"), selector_rank=4)
     logits = torch.randn(2, 4, 48, generator=torch.Generator().manual_seed(0))
     proposal = Proposal(logits, torch.zeros(2, 4, head.config.hidden_size, dtype=torch.float64))
     config = TreeConfig(nodes=25, depth=4, top_k=5, lookup=0)
-    grower = WAYS[way](head, config, LogitsProcessorList(), [[7], [8]], torch.device("cpu"))
+    grower = TreeGrower(head, config, LogitsProcessorList(), [[7], [8]], torch.device("cpu"))
     with torch.no_grad():
         tree = grower(proposal, None, [9, 2], chain=True)
     best = logits.argmax(-1).tolist()

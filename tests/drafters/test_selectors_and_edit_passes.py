@@ -11,7 +11,6 @@ import torch
 from support.cases import GREEDY, MODES, SAMPLED
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
-from support.trees import let_trees_grow_in_tensors
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
@@ -250,14 +249,6 @@ def test_exact(target: Any, mode: str, passes: tuple[int, ...]) -> None:
 def test_exact_matrix(target: Any, mode: str, shape: dict[str, Any], lengths: list[int]) -> None:
     model = attach(target)
     check_exact(model, editing_head(model, **shape), prompts(lengths), (0, 1, 2, 3), max_new_tokens=24, **MODES[mode])
-
-
-def test_exact_on_the_device_path(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trees grown in tensors, as on accelerators."""
-    let_trees_grow_in_tensors(monkeypatch)
-    model = attach(target)
-    options = {**SAMPLED, "max_new_tokens": 14}
-    check_exact(model, selecting_head(model), prompts([9, 3]), (2,), **options)
 
 
 def test_exact_over_turns(target: Any) -> None:

@@ -27,7 +27,7 @@ from support.tiny import (
     tiny_head,
     tiny_target,
 )
-from support.trees import choose_everywhere, let_trees_grow_in_tensors
+from support.trees import choose_everywhere
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -373,9 +373,8 @@ class SecondBest(ReplayDrafter):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1e-5])
-def test_low_temperatures_on_the_tensor_path(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Growth and walk as on an accelerator, where sums of scores reach many thousands."""
-    let_trees_grow_in_tensors(monkeypatch)
+def test_low_temperatures_where_all_nodes_choose(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator; sums of scores reach many thousands."""
     choose_everywhere(monkeypatch)
     target = attach(tiny_target("llama"))
     options = {"do_sample": True, "top_k": 0, "temperature": temperature, "max_new_tokens": 40}

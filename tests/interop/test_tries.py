@@ -71,7 +71,7 @@ def test_reduced_tries(tmp_path: Path, threshold: int) -> None:
     every = [[first, last] for first in range(-1, vocabulary) for last in range(vocabulary)]
     tokens = np.arange(vocabulary)
     wanted = [[trie.probability([one for one in context if one >= 0], token) for token in tokens] for context in every]
-    assert table.on_host.probabilities(np.array(every), tokens).tolist() == wanted
+    assert table.probabilities(np.array(every), tokens).tolist() == wanted
     assert table.probabilities(np.array(every), np.tile(tokens, (len(every), 1))).tolist() == wanted
 
 
@@ -88,7 +88,7 @@ def test_the_largest_vocabulary_of_its_order(tmp_path: Path) -> None:
     (tmp_path / "trie").write_bytes(trie.saved())
     table = read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=2**21)
     last = 2**21 - 1
-    assert table.on_host.probabilities(np.array([[last, last]]), np.array([last, 0])).tolist() == [[0.75, 0.25]]
+    assert table.probabilities(np.array([[last, last]]), np.array([last, 0])).tolist() == [[0.75, 0.25]]
 
 
 def test_the_tokenizer_is_kept(tmp_path: Path) -> None:

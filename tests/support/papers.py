@@ -61,7 +61,7 @@ class Cases:
         return cases, wanted
 
 
-def trees(cases: Cases, folder: Path, way: type[TreeGrower] = TreeGrower) -> list[Tree]:
+def trees(cases: Cases, folder: Path) -> list[Tree]:
     """What `TreeConfig.paper()` grows of them."""
     vocabulary = 1 + int(max(part.max() for part in (cases.corpus, cases.context, cases.tokens)))
     head = tiny_head(tiny_target("llama", vocab_size=vocabulary), draft_length=cases.tokens.shape[1])
@@ -69,6 +69,7 @@ def trees(cases: Cases, folder: Path, way: type[TreeGrower] = TreeGrower) -> lis
     found = []
     for context, tokens, logits in zip(cases.context.tolist(), cases.tokens, cases.logits, strict=True):
         spread = torch.full((1, len(tokens), vocabulary), -inf).scatter(2, tokens[None], logits[None])
-        grower = way(head, TreeConfig.paper(), LogitsProcessorList(), [context], torch.device("cpu"), {cases.end})
+        none, cpu = LogitsProcessorList(), torch.device("cpu")
+        grower = TreeGrower(head, TreeConfig.paper(), none, [context], cpu, {cases.end})
         found.append(paths(grower(Proposal(spread, spread), None, [len(tokens) + 1]), 0))
     return found

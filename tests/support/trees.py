@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from hf_dart import TreeConfig
-from hf_dart.decoding import walk
-from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding import grow, walk
 from hf_dart.decoding.processors import scores_alone
-from hf_dart.trees.copies import with_copies
-from hf_dart.trees.scores import Candidates, DraftScores
+from hf_dart.trees.copies import padded, with_copies
+from hf_dart.trees.on_host import grow_on_host
+from hf_dart.trees.scores import Candidates, DraftScores, bounded
 from hf_dart.trees.tree import DraftTree
 
 DrafterScores = DraftScores(TreeConfig())
@@ -37,7 +39,7 @@ def candidates_of(
     copies: list[tuple[list[int], float]] | None = None,
     deepest: list[int] | None = None,
 ) -> Candidates:
-    """Candidates of B rows, in tensors.
+    """Candidates of B rows.
 
     Args:
         tokens: [B, d, K].
@@ -48,17 +50,51 @@ def candidates_of(
     batch = len(tokens)
     history = torch.arange(100, 100 + batch)[:, None] if history is None else history
     steps = steps[:, :, None] if steps.ndim == 3 else steps
-    longest = max((len(copied) for copied, _ in copies or []), default=0)
-    copied, chances = torch.full((batch, longest), -1), torch.full((batch, longest), -torch.inf)
-    for row, (copy, chance) in enumerate(copies or []):
-        copied[row, : len(copy)] = torch.tensor(copy)
-        chances[row, : len(copy)] = chance
-    if longest:
-        tokens, _ = with_copies(tokens, tokens.float(), copied)
+    copied, chances = padded(copies or [([], -inf)] * batch)
+    if copied.shape[1]:
+        tokens, _ = with_copies(tokens, tokens.float(), torch.from_numpy(copied))
         more = 1 if steps.shape[2] > 1 else 0
-        steps = torch.nn.functional.pad(steps, (0, 1, 0, more), value=-torch.inf)
-    limits = None if deepest is None else torch.tensor(deepest)
-    return Candidates(history, tokens, steps, formula, copied, chances, limits)
+        steps = torch.nn.functional.pad(steps, (0, 1, 0, more), value=-inf)
+    return Candidates(history.numpy(), tokens.numpy(), steps.double().numpy(), formula, copied, chances, deepest)
+
+
+def plainly(candidates: Candidates, row: int, nodes: int, beam: int) -> dict[tuple[int, ...], float]:
+    """The tree of a row by writing all paths down, and the score of each: every path times every token after it.
+
+    Args:
+        nodes: most of the tree, its root included.
+        beam: paths that go on at each depth.
+    """
+    tokens, copied, chances = candidates.tokens[row], candidates.copied[row].tolist(), candidates.chances[row]
+    history, limits, batch = candidates.history, candidates.deepest, len(candidates.tokens)
+    deepest = max(len(tokens), len(copied))
+    score = candidates.formula.scorer(candidates.tokens, candidates.steps)
+    pool: dict[tuple[int, ...], float] = {}
+    frontier: dict[tuple[int, ...], tuple[float, int]] = {(): (0.0, 0)}
+    for depth in range(deepest if limits is None else min(deepest, limits[row])):
+        extended: dict[tuple[int, ...], tuple[float, int]] = {}
+        for path, (above, column) in frontier.items():
+            goes_on = depth < len(copied) and (depth == 0 or path[-1] == copied[depth - 1])
+            if depth >= len(tokens):
+                if goes_on:
+                    extended[(*path, copied[depth])] = above + chances[depth], 0
+                continue
+            text = np.array([*history[row], *path])[-history.shape[1] :]
+            steps = score(depth, np.full((batch, 1), column), np.tile(text, (batch, 1, 1)))[row, 0]
+            for place, token in enumerate(tokens[depth].tolist()):
+                copies = goes_on and token == copied[depth]
+                step = max(steps[place], bounded(chances[depth])) if copies else steps[place]
+                extended[(*path, token)] = above + step, place
+        extended = {path: found for path, found in extended.items() if found[0] > -inf}
+        pool |= {path: score for path, (score, _) in extended.items()}
+        ends: set[int] = set()
+        if candidates.ending is not None and depth < len(tokens):
+            ends = set(tokens[depth][candidates.ending[row, depth]].tolist())
+        going_on = [item for item in extended.items() if item[0][-1] not in ends]
+        if depth < len(tokens):
+            going_on = sorted(going_on, key=lambda item: -item[1][0])[:beam]
+        frontier = dict(going_on)
+    return dict(sorted(pool.items(), key=lambda item: -item[1])[: nodes - 1])
 
 
 def random_draft(batch: int, depth: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -70,21 +106,18 @@ def random_draft(batch: int, depth: int, width: int, seed: int) -> tuple[Tensor,
     return tokens, steps
 
 
-class InTensors(TreeGrower):
-    """Grows trees on a CPU as on an accelerator."""
+def keep_candidates(patch: pytest.MonkeyPatch) -> list[Candidates]:
+    """What trees will be grown from by `decoding.grow` in a test."""
+    kept: list[Candidates] = []
 
-    def _on_host(self, growing: Candidates, weights: Any) -> DraftTree:
-        return self._on_device(growing)
+    def keep(candidates: Candidates, **options: Any) -> DraftTree:
+        kept.append(candidates)
+        return grow_on_host(candidates, **options)
 
-
-WAYS = {"host": TreeGrower, "tensors": InTensors}
+    patch.setattr(grow, "grow_on_host", keep)
+    return kept
 
 
 def choose_everywhere(patch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, at all nodes of a tree at once, where the processors of a call read scores alone."""
     patch.setattr(walk, "chooses_everywhere", lambda processors, device: scores_alone(processors))
-
-
-def let_trees_grow_in_tensors(patch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator, in all calls."""
-    patch.setattr(TreeGrower, "_on_host", InTensors._on_host)

@@ -76,9 +76,9 @@ def test_a_copied_token_is_one_more_candidate() -> None:
     copied, chances = padded([([9, 4, 7], -0.5), ([2], -0.1)])
     assert copied.tolist() == [[9, 4, 7], [2, -1, -1]]
     assert chances.tolist() == [[-0.5] * 3, [-0.1, -inf, -inf]]
-    wide, wide_scores = with_copies(tokens, scores, copied)
+    wide, wide_scores = with_copies(tokens, scores, torch.from_numpy(copied))
     assert wide.tolist() == [[[1, 2, 9], [3, 4, -1]], [[1, 2, -1], [3, 4, -1]]]
     assert wide_scores.tolist() == [[[-1.0, -1.0, -inf]] * 2] * 2
-    shorter, _ = with_copies(tokens, scores, copied[:, :1])
+    shorter, _ = with_copies(tokens, scores, torch.from_numpy(copied[:, :1]))
     assert shorter.tolist() == [[[1, 2, 9], [3, 4, -1]], [[1, 2, -1], [3, 4, -1]]]
     assert [part.shape for part in padded([([], -inf)] * 2)] == [(2, 0)] * 2

@@ -50,7 +50,7 @@ def test_the_size_is_that_of_most_tokens_per_cost() -> None:
     random = Random(0)
     sizes = set()
     for seed in range(25):
-        candidates = candidates_of(*random_draft(2, 3, 4, seed)).on_host()
+        candidates = candidates_of(*random_draft(2, 3, 4, seed))
         costs = [1.0]
         for _ in range(4):
             costs.append(costs[-1] + random.choice([0.0, 0.1, 0.6]))

@@ -1,4 +1,4 @@
-"""Growing trees: the best nodes by a naive search, in NumPy on the host and in tensors, and the same in both."""
+"""Growing trees: the best nodes, by a naive search."""
 
 from __future__ import annotations
 
@@ -12,12 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import candidates_of, paths, random_draft
-from torch import Tensor
+from support.trees import candidates_of, paths, plainly, random_draft
 
 from hf_dart.trees.copies import up_to_end
 from hf_dart.trees.costs import RoundCost
-from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates
 from hf_dart.trees.tree import DraftTree
@@ -26,10 +24,8 @@ Path = tuple[int, ...]
 Score = Callable[[int, list[int], int], float]
 
 
-def grown(candidates: Candidates, way: str, nodes: int, beam: int) -> DraftTree:
-    if way == "host":
-        return grow_on_host(candidates.on_host(), nodes=nodes, beam=beam)
-    return grow_in_tensors(candidates.on(torch.device("cpu")), nodes=nodes, beam=beam)
+def grown(candidates: Candidates, nodes: int, beam: int) -> DraftTree:
+    return grow_on_host(candidates, nodes=nodes, beam=beam)
 
 
 def best_paths(
@@ -56,14 +52,13 @@ def best_paths(
 SIZES = [(1, 1, 2, 1), (1, 8, 5, 3), (3, 4, 12, 2), (5, 6, 30, 5), (4, 3, 200, 50), (7, 8, 16, 12), (6, 2, 7, 1)]
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("depth", "width", "nodes", "beam"), SIZES)
-def test_the_best_paths_of_a_beam(depth: int, width: int, nodes: int, beam: int, seed: int, way: str) -> None:
+def test_the_best_paths_of_a_beam(depth: int, width: int, nodes: int, beam: int, seed: int) -> None:
     tokens, table = random_draft(3, depth, width, seed)
     scores = table[:, :, 0]
     limits = [depth, max(1, depth - 2), 1 + seed % depth]
-    tree = grown(candidates_of(tokens, scores, deepest=limits), way, nodes, beam)
+    tree = grown(candidates_of(tokens, scores, deepest=limits), nodes, beam)
     assert tree.tokens[:, 0].tolist() == [100, 101, 102]
     for row, (lists, limit) in enumerate(zip(tokens.tolist(), limits, strict=True)):
 
@@ -85,7 +80,7 @@ class OfTheWholePath:
                 [[self.one(path, t, float(s)) for t, s in zip(row, alone, strict=True)] for path in ends]
                 for ends, row, alone in zip(paths.tolist(), tokens[:, depth].tolist(), steps[:, depth, 0], strict=True)
             ]
-            return torch.tensor(found) if isinstance(paths, Tensor) else np.array(found)
+            return np.array(found)
 
         return score
 
@@ -94,14 +89,13 @@ class OfTheWholePath:
         return alone - 1e-3 - ((sum((i + 1) * t for i, t in enumerate(path[-8:])) * 7 + token * 3) % 11) / 4
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
 @pytest.mark.parametrize("limit", [None, [5, 2]])
-def test_a_score_sees_the_path(limit: list[int] | None, way: str) -> None:
+def test_a_score_sees_the_path(limit: list[int] | None) -> None:
     depth, width, nodes, beam = 5, 4, 24, 6
     tokens, table = random_draft(2, depth, width, 7)
     scores, history = table[:, :, 0], torch.tensor([[0, 0, 0, 0, 0, 3, 5, 8], [0, 0, 0, 0, 0, 13, 21, 34]])
     candidates = candidates_of(tokens, scores, history=history, formula=OfTheWholePath(), deepest=limit)
-    tree = grown(candidates, way, nodes, beam)
+    tree = grown(candidates, nodes, beam)
     for row, lists in enumerate(tokens.tolist()):
 
         def score(at: int, before: list[int], token: int, row: int = row, lists: Any = lists) -> float:
@@ -118,7 +112,7 @@ def test_a_score_sees_the_path(limit: list[int] | None, way: str) -> None:
     pairs=st.booleans(), lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     limits=st.none() | st.lists(st.integers(-1, 9), min_size=3, max_size=3), narrow=st.booleans(), ends=st.booleans(),
 )  # fmt: skip
-def test_the_host_and_tensors_grow_the_same_trees(
+def test_trees_are_those_of_a_plain_search(
     seed: int,
     depth: int,
     width: int,
@@ -141,49 +135,48 @@ def test_the_host_and_tensors_grow_the_same_trees(
         copies.append((copied, -0.01 - float(torch.rand((), generator=generator))))
     candidates = candidates_of(tokens, steps, copies=copies, deepest=limits)
     if ends:
-        ending = candidates.tokens % 3 == 0
-        parts = up_to_end(candidates.copied, candidates.chances, candidates.copied % 3 == 0)
-        candidates = replace(candidates, ending=ending, copied=parts[0], chances=parts[1])
-    # A beam that is no limit: the host leaves out paths of which no node can be among the best.
+        copied, chances = up_to_end(candidates.copied, candidates.chances, candidates.copied % 3 == 0)
+        candidates = replace(candidates, ending=candidates.tokens % 3 == 0, copied=copied, chances=chances)
+    # A beam that is no limit: paths of which no node can be among the best are left out.
     beam = 3 if narrow else 10**6
-    host, tensors = grown(candidates, "host", nodes, beam), grown(candidates, "tensors", nodes, beam)
-    assert (host.parents[:, 0] == -1).all()
+    tree = grown(candidates, nodes, beam)
+    assert tree.scores is not None
+    assert (tree.parents[:, 0] == -1).all()
     for row in range(3):
-        assert paths(host, row) == paths(tensors, row)
-        scores = [sorted(tree.scores[row][tree.parents[row] >= 0].tolist()) for tree in (host, tensors)]
-        assert scores[0] == pytest.approx(scores[1], abs=1e-3)
-        assert not ends or all(token % 3 for path in paths(host, row) for token in path[:-1])
-    again = DraftTree.from_parents(host.tokens, host.parents, max(host.max_depth, 1))
-    assert torch.equal(host.depths, again.depths)
-    assert torch.equal(host.ancestors, again.ancestors)
-    assert host.max_depth == int(host.depths.max())
+        wanted = plainly(candidates, row, nodes, beam)
+        assert paths(tree, row) == set(wanted)
+        scores = sorted(tree.scores[row][tree.parents[row] >= 0].tolist())
+        assert scores == pytest.approx(sorted(wanted.values()))
+        assert not ends or all(token % 3 for path in paths(tree, row) for token in path[:-1])
+    again = DraftTree.from_parents(tree.tokens, tree.parents, max(tree.max_depth, 1))
+    assert torch.equal(tree.depths, again.depths)
+    assert torch.equal(tree.ancestors, again.ancestors)
+    assert tree.max_depth == int(tree.depths.max())
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
-def test_nothing_grows_after_an_end(way: str) -> None:
+def test_nothing_grows_after_an_end() -> None:
     """The best paths of those that end no text before their last token; a copy ends with its end."""
     tokens, table = random_draft(3, 3, 4, 5)
-    scores, ends = table[:, :, 0], tokens[:, 0, 0]
+    scores, ends = table[:, :, 0], tokens[:, 0, 0].numpy()
     copied = [[int(end), 7, 8] for end in ends]
     candidates = candidates_of(tokens, scores, copies=[(copy, -0.1) for copy in copied])
     ending = candidates.tokens == ends[:, None, None]
     parts = up_to_end(candidates.copied, candidates.chances, candidates.copied == ends[:, None])
     assert parts[0].tolist() == [[copy[0], -1, -1] for copy in copied]
     ended = replace(candidates, ending=ending, copied=parts[0], chances=parts[1])
-    every = grown(replace(candidates, copied=parts[0], chances=parts[1]), way, 1000, 1000)
-    tree = grown(ended, way, 1000, 1000)
+    every = grown(replace(candidates, copied=parts[0], chances=parts[1]), 1000, 1000)
+    tree = grown(ended, 1000, 1000)
     for row, end in enumerate(ends.tolist()):
         whole = paths(every, row)
         assert paths(tree, row) == {path for path in whole if end not in path[:-1]} != whole
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
-def test_copied_text_goes_deeper_than_the_drafter(way: str) -> None:
+def test_copied_text_goes_deeper_than_the_drafter() -> None:
     """Row 0 copies five tokens, three deeper than the drafter goes; row 1 has nothing to copy."""
     tokens = torch.tensor([[[1, 2], [3, 4]]] * 2)
     scores = torch.tensor([[[-3.0, -4.0]] * 2] * 2)
     copies = [([11, 12, 13, 14, 15], -0.2), ([], -inf)]
-    tree = grown(candidates_of(tokens, scores, copies=copies), way, 9, 4)
+    tree = grown(candidates_of(tokens, scores, copies=copies), 9, 4)
     copied = [tuple(copies[0][0][:length]) for length in range(1, 6)]
     assert set(copied) < paths(tree, 0)
     assert (11, 3) in paths(tree, 0), "what is drafted for a depth may follow what is copied"
@@ -195,28 +188,25 @@ def test_copied_text_goes_deeper_than_the_drafter(way: str) -> None:
     assert float(tree.scores[0, deepest]) == pytest.approx(-1.0, abs=1e-5)
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
-def test_a_path_that_meets_the_copy_goes_on_with_it(way: str) -> None:
+def test_a_path_that_meets_the_copy_goes_on_with_it() -> None:
     tokens, scores = torch.tensor([[[1, 2], [3, 12]]]), torch.tensor([[[-1.0, -2.0], [-9.0, -9.0]]])
-    tree = grown(candidates_of(tokens, scores, copies=[([1, 12, 13], -0.1)]), way, 4, 9)
+    tree = grown(candidates_of(tokens, scores, copies=[([1, 12, 13], -0.1)]), 4, 9)
     assert paths(tree, 0) == {(1,), (1, 12), (1, 12, 13)}
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
-def test_nothing_to_grow(way: str) -> None:
+def test_nothing_to_grow() -> None:
     tokens, scores = torch.tensor([[[1, 2]], [[-1, -1]]]), torch.tensor([[[-1.0, -2.0]], [[-inf, -inf]]])
     none = candidates_of(tokens, scores, deepest=[-1, 1])
-    tree = grown(none, way, 3, 4)
+    tree = grown(none, 3, 4)
     assert tree.tokens[:, 0].tolist() == [100, 101]
     assert paths(tree, 0) == paths(tree, 1) == set()
     copied = candidates_of(torch.empty(1, 0, 1).long(), torch.empty(1, 0, 1), copies=[([1, 2, 3], -0.1)])
-    assert paths(grown(copied, way, 8, 4), 0) == {(1,), (1, 2), (1, 2, 3)}
+    assert paths(grown(copied, 8, 4), 0) == {(1,), (1, 2), (1, 2, 3)}
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
-def test_width_one_is_a_chain(way: str) -> None:
+def test_width_one_is_a_chain() -> None:
     tokens, table = random_draft(2, 6, 1, 4)
-    tree = grown(candidates_of(tokens, table), way, 7, 1)
+    tree = grown(candidates_of(tokens, table), 7, 1)
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4, 5]] * 2
     assert torch.equal(tree.tokens[:, 1:], tokens[..., 0])
     chain = DraftTree.chain(tree.tokens)
@@ -224,33 +214,22 @@ def test_width_one_is_a_chain(way: str) -> None:
         assert torch.equal(getattr(chain, name), getattr(tree, name))
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
-def test_certain_tokens_keep_their_parents(way: str) -> None:
+def test_certain_tokens_keep_their_parents() -> None:
     """Scores of 0 (probability 1) at every depth: children must not crowd out their own parents."""
     tokens, _ = random_draft(1, 6, 3, 2)
     scores = torch.zeros(1, 6, 3)
     scores[..., 1:] = -inf
-    tree = grown(candidates_of(tokens, scores), way, 4, 3)
+    tree = grown(candidates_of(tokens, scores), 4, 3)
     assert paths(tree, 0) == {tuple(tokens[0, : i + 1, 0].tolist()) for i in range(3)}
 
 
-@pytest.mark.parametrize("way", ["host", "tensors"])
-def test_paths_stay_whole_however_low_their_scores(way: str) -> None:
+def test_paths_stay_whole_however_low_their_scores() -> None:
     scores = torch.tensor([0.0, -5000.0, -1e7, torch.nan]).repeat(1, 9, 1)
-    tree = grown(candidates_of(torch.arange(4).repeat(1, 9, 1), scores), way, 200, 40)
+    tree = grown(candidates_of(torch.arange(4).repeat(1, 9, 1), scores), 200, 40)
     assert (tree.parents[0] < torch.arange(tree.size)).all()
     assert 3 not in tree.tokens[0, 1:]
     again = DraftTree.from_parents(tree.tokens, tree.parents, 9)
     assert torch.equal(again.depths, tree.depths)
-
-
-def test_tensors_give_one_size_whatever_the_limits() -> None:
-    tokens, table = random_draft(2, 5, 4, 1)
-    sizes = {
-        grown(candidates_of(tokens, table, deepest=limit), "tensors", 9, 3).size
-        for limit in (None, [5, 5], [0, 1], [-3, 4])
-    }
-    assert sizes == {9}
 
 
 # ---- the size ---------------------------------------------------------------------------------------------
@@ -270,9 +249,9 @@ def test_levels_that_cost_are_as_few_as_pay() -> None:
 
         rates = []
         for deepest in range(1, 6):
-            limited = candidates_of(tokens, table, deepest=[deepest] * 2).on_host()
+            limited = candidates_of(tokens, table, deepest=[deepest] * 2)
             rates += [rate(grow_on_host(limited, nodes=nodes)) for nodes in range(1, 21)]
-        tree = grow_on_host(candidates_of(tokens, table).on_host(), nodes=20, cost=cost)
+        tree = grow_on_host(candidates_of(tokens, table), nodes=20, cost=cost)
         assert rate(tree) == pytest.approx(max(rates), rel=1e-9)
         depths.add(tree.max_depth)
     assert len(depths) > 2
@@ -280,7 +259,7 @@ def test_levels_that_cost_are_as_few_as_pay() -> None:
 
 def test_trees_grow_for_the_rows_that_count() -> None:
     """One row's draft is sure, the other's is not: nodes are worth their cost if the sure row is not far ahead."""
-    candidates = candidates_of(torch.tensor([[[3, 4]]] * 2), torch.tensor([[[-0.05, -5.0]], [[-5.0, -6.0]]])).on_host()
+    candidates = candidates_of(torch.tensor([[[3, 4]]] * 2), torch.tensor([[[-0.05, -5.0]], [[-5.0, -6.0]]]))
     cost = RoundCost(0.0, 1 + 0.1 * np.arange(4))
     for parts, size in (([0.5, 0.5], 2), ([1.0, 0.0], 2), ([0.02, 0.98], 1), (None, 2)):
         assert grow_on_host(candidates, nodes=4, cost=cost, weights=parts).size == size

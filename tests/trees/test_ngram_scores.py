@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from math import exp, inf, log
 from pathlib import Path
@@ -14,12 +15,13 @@ import torch
 from support.compare import assert_identical, run
 from support.ngrams import back_off, random_table, unpacked
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from support.trees import WAYS, paths
+from support.trees import keep_candidates, paths, plainly
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart import DartHead, NgramTable, TreeConfig
 from hf_dart.cli import main
+from hf_dart.decoding.grow import TreeGrower
 from hf_dart.drafters.base import Proposal
 from hf_dart.hub.loading import PACKAGED_HEAD
 from hf_dart.trees.ngram.build import build
@@ -39,40 +41,26 @@ def questions(vocabulary: int, width: int, seed: int) -> tuple[np.ndarray, np.nd
     return generator.integers(-1, vocabulary + 2, (200, width)), generator.integers(-1, vocabulary + 3, (200, 7))
 
 
-@pytest.mark.parametrize("way", ["arrays", "tensors"])
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_many_at_once_give_the_probabilities_of_the_rule(tmp_path: Path, order: int, way: str) -> None:
+def test_many_at_once_give_the_probabilities_of_the_rule(tmp_path: Path, order: int) -> None:
     table = random_table(tmp_path / "table", order)
     pruned = build([[1, 2, 3]], tmp_path / "pruned", order=order, vocab_size=VOCABULARY, min_counts=(9,))
     for one in (table, pruned):
-        many = one.on_host if way == "arrays" else one.on(torch.device("cpu"))
-        assert many is (one.on_host if way == "arrays" else one.on(torch.device("cpu"))), "made once"
         counts = unpacked(one)
         for width in range(order + 2):
-            given = questions(VOCABULARY, width, width)
-            contexts, candidates = given if way == "arrays" else tuple(map(torch.from_numpy, given))
-            rows = list(zip(*(part.tolist() for part in given), strict=True))
+            contexts, candidates = questions(VOCABULARY, width, width)
+            rows = list(zip(contexts.tolist(), candidates.tolist(), strict=True))
             wanted = [[back_off(counts, context, token, order) for token in row] for context, row in rows]
-            assert many.probabilities(contexts, candidates).tolist() == wanted
+            assert one.probabilities(contexts, candidates).tolist() == wanted
             wanted = [[back_off(counts, context, token, order) for token in rows[0][1]] for context, _ in rows]
-            assert many.probabilities(contexts, candidates[0]).tolist() == wanted
-
-
-@pytest.mark.gpu
-def test_cuda_gives_the_same_probabilities(table: NgramTable) -> None:
-    contexts, candidates = questions(VOCABULARY, 2, 0)
-    device = torch.device("cuda")
-    found = table.on(device).probabilities(
-        torch.tensor(contexts, device=device), torch.tensor(candidates, device=device)
-    )
-    assert found.tolist() == table.probabilities(contexts, candidates).tolist()
+            assert one.probabilities(contexts, candidates[0]).tolist() == wanted
 
 
 # ---- scores -----------------------------------------------------------------------------------------------
 
 
-def trees(head: Any, config: TreeConfig, way: str, noisy: bool, deepest: list[int]) -> list[set[tuple[int, ...]]]:
-    """Paths that grow from a random proposal for three rows of text, on the host or in tensors."""
+def trees(head: Any, config: TreeConfig, noisy: bool, deepest: list[int]) -> list[set[tuple[int, ...]]]:
+    """Paths that grow from a random proposal for three rows of text."""
     generator = torch.Generator().manual_seed(3)
     random = Random(1)
     text = [random.randrange(3, 40) for _ in range(9)]
@@ -84,7 +72,7 @@ def trees(head: Any, config: TreeConfig, way: str, noisy: bool, deepest: list[in
     )
     proposal = Proposal(proposal.logits[:, :depth], proposal.hidden[:, :depth])
     gumbel = -torch.empty(3, 4, VOCABULARY).exponential_(1, generator=generator).log() if noisy else None
-    grower = WAYS[way](head, config, LogitsProcessorList(), texts, torch.device("cpu"))
+    grower = TreeGrower(head, config, LogitsProcessorList(), texts, torch.device("cpu"))
     tree = grower(proposal, gumbel, deepest)
     return [paths(tree, row) for row in range(3)]
 
@@ -110,24 +98,20 @@ def random_head(rank: int) -> DartHead:
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("order", [2, 4])
-def test_host_and_device_grow_the_same_trees(tmp_path: Path, order: int, rank: int, noisy: bool, scores: str) -> None:
+def test_trees_are_those_of_a_plain_search(
+    tmp_path: Path, order: int, rank: int, noisy: bool, scores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """N-grams, a selector, copies and noise; one row's text is shorter than a context."""
-    head = head_with(random_table(tmp_path / "table", order), rank)
-    for nodes, beam in ((25, 1000), (25, 3), (6, 4)):  # the host leaves out paths that no node of a tree lies after
+    head, kept = head_with(random_table(tmp_path / "table", order), rank), keep_candidates(monkeypatch)
+    for nodes, beam in ((25, 1000), (25, 3), (6, 4)):  # paths that no node of a tree lies after are left out
         config = TreeConfig(nodes=nodes, depth=4, top_k=5, beam=beam, lookup=7, scores=scores)
-        found = [trees(head, config, way, noisy, [9, 3, 9]) for way in WAYS]
-        assert found[0] == found[1]
-    config = TreeConfig(nodes=25, depth=4, top_k=5, beam=1000, lookup=7, scores=scores)
-    found = [trees(head, config, "host", noisy, [9, 3, 9])]
-    alone = trees(head, TreeConfig(nodes=25, depth=4, top_k=5, lookup=7, ngram_weight=0), "host", noisy, [9, 3, 9])
-    assert alone != found[0], "the table counts"
+        found = trees(head, config, noisy, [9, 3, 9])
+        assert found == [set(plainly(kept[-1], row, nodes, beam)) for row in range(3)]
+    assert trees(head, replace(config, ngram_weight=0), noisy, [9, 3, 9]) != found, "the table counts"
 
 
 @pytest.mark.parametrize("scores", ["survival", "paper"])
-@pytest.mark.parametrize("way", WAYS)
-def test_scores_are_those_of_the_formula(
-    table: NgramTable, way: str, scores: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scores_are_those_of_the_formula(table: NgramTable, scores: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best N of all paths, each scored on its own, word for word."""
     head = head_with(table)
     nodes, depth, width, weight = 20, 3, 4, 0.7
@@ -138,7 +122,7 @@ def test_scores_are_those_of_the_formula(
         drafts.extend([candidates, scores])
 
     monkeypatch.setattr(head, "transitions", remember)
-    found = trees(head, config, way, False, [9, 9, 9])
+    found = trees(head, config, False, [9, 9, 9])
     candidates, alone = (part.tolist() for part in drafts)
     random = Random(1)
     text = [random.randrange(3, 40) for _ in range(9)]
@@ -172,15 +156,14 @@ def test_scores_are_those_of_the_formula(
 
 
 def test_what_is_no_candidate_stays_none(table: NgramTable) -> None:
-    """All but one candidate cut off by a nucleus: nothing grows from the others, in either way."""
+    """All but one candidate cut off by a nucleus: nothing grows from the others."""
     head = head_with(table)
     for config in (TreeConfig.paper(), TreeConfig(nodes=30, top_k=4, lookup=0)):
-        for way in WAYS:
-            grower = WAYS[way](head, config, LogitsProcessorList(), [[1, 2, 3]], torch.device("cpu"))
-            logits = torch.full((1, 4, VOCABULARY), -inf)
-            logits[:, :, 7] = 0
-            tree = grower(Proposal(logits, torch.zeros(1, 4, 1)), None, [9])
-            assert paths(tree, 0) == {(7,), (7, 7), (7, 7, 7), (7, 7, 7, 7)}
+        grower = TreeGrower(head, config, LogitsProcessorList(), [[1, 2, 3]], torch.device("cpu"))
+        logits = torch.full((1, 4, VOCABULARY), -inf)
+        logits[:, :, 7] = 0
+        tree = grower(Proposal(logits, torch.zeros(1, 4, 1)), None, [9])
+        assert paths(tree, 0) == {(7,), (7, 7), (7, 7, 7), (7, 7, 7, 7)}
 
 
 def test_the_papers_tree_is_of_given_size() -> None:

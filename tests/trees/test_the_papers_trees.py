@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from support.papers import NODES, Cases, trees
-from support.trees import WAYS
 
 RECORDED = Path(__file__).parent / "dart_search.safetensors"
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_the_trees_are_those_of_darts_own_search(tmp_path: Path, way: str) -> None:
+def test_the_trees_are_those_of_darts_own_search(tmp_path: Path) -> None:
     cases, wanted = Cases.load(RECORDED)
-    assert trees(cases, tmp_path, WAYS[way]) == wanted
+    assert trees(cases, tmp_path) == wanted
     assert all(len(tree) == NODES for tree in wanted)
     ends = [sum(cases.end in path for path in tree) for tree in wanted]
     assert len(wanted) == 16

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from support.trees import candidates_of, random_draft
 
-from hf_dart.trees.in_tensors import grow_in_tensors
+from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.tree import DraftTree
 
 
 def test_depths_and_ancestors() -> None:
     tokens, table = random_draft(4, 6, 5, 9)
-    grown = grow_in_tensors(candidates_of(tokens, table, deepest=[6, 2, 0, 1]), nodes=40, beam=7)
+    grown = grow_on_host(candidates_of(tokens, table, deepest=[6, 2, 0, 1]), nodes=40, beam=7)
     for tree in (grown, grown.padded(48)):
         assert int(tree.depths.max()) <= tree.max_depth
         for row in range(4):

@@ -1,4 +1,4 @@
-"""N-gram tables: `NgramTable` (`table`), counting and merging (`build`), looking up on devices (`lookup`)."""
+"""N-gram tables: `NgramTable` (`table`), counting and merging (`build`)."""
 
 from hf_dart.trees.ngram.table import NgramSpec, NgramTable
 

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dart.trees.ngram.lookup import Array
-from hf_dart.trees.ngram.table import MOST_COUNTED, NgramSpec, NgramTable, write_metadata
+from hf_dart.trees.ngram.table import MOST_COUNTED, Array, NgramSpec, NgramTable, write_metadata
 from hf_dart.trees.vocabulary import hash_of_ids
 
 CHUNK = 2**23

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from hf_dart.trees.ngram.lookup import Array, Ngrams
+Array = NDArray[Any]
 
 FORMAT, VERSION = "hf_dart.trees.ngram", "1"
 MOST_COUNTED = 2**32 - 1
@@ -77,8 +77,6 @@ class NgramTable:
 
     def __init__(self, path: Path, check: bool = True) -> None:
         self.path = path
-        self._host: Ngrams | None = None
-        self._devices: dict[torch.device, Ngrams] = {}
         try:
             # As torch tensors, since these are views of the mapped file; safetensors' NumPy arrays are copies.
             with safe_open(path, framework="pt") as file:
@@ -134,24 +132,6 @@ class NgramTable:
         """Bytes of all arrays."""
         return self.unigrams.nbytes + sum(array.nbytes for array in (*self.keys, *self.counts))
 
-    @property
-    def on_host(self) -> Ngrams:
-        """The table as it lies in the file, for many lookups at once in NumPy."""
-        if self._host is None:
-            self._host = Ngrams(self.spec.bits, self.unigrams, self.keys, self.counts)
-        return self._host
-
-    def on(self, device: torch.device) -> Ngrams:
-        """Return the table on a device, copied there on first use: 12 bytes of its memory per n-gram."""
-        if device not in self._devices:
-            with safe_open(self.path, framework="pt", device=str(device)) as file:
-                orders = range(2, self.spec.order + 1)
-                unigrams, keys = file.get_tensor("counts.1"), [file.get_tensor(f"keys.{order}") for order in orders]
-                # Few operations take uint32.
-                counts = [file.get_tensor(f"counts.{order}").view(torch.int32) for order in orders]
-            self._devices[device] = Ngrams(self.spec.bits, unigrams, keys, counts)
-        return self._devices[device]
-
     def check_vocabulary(self, tokenizer_hash: str | None, rows: int) -> None:
         """Compare with the tokenizer of a target whose embedding table has so many rows.
 
@@ -175,13 +155,46 @@ class NgramTable:
         tokens, after which the corpus has the candidate; 0 where there is none.
 
         Args:
-            contexts: [R, C] the tokens before, the last one last; a negative one ends the context.
-            candidates: [R, K] token ids; negative is no candidate.
+            contexts: [..., C] the tokens before, the last one last; one that is no token ends the context.
+            candidates: [..., K] token ids, which may broadcast; what is no token has probability 0.
 
         Returns:
-            [R, K] float64.
+            [..., K] float64.
         """
-        return self.on_host.probabilities(contexts, candidates)
+        return self.after(self.known(contexts), self.known(candidates))
+
+    def known(self, tokens: Array) -> Array:
+        """Replace ids that are no tokens of the table by -1."""
+        return np.where((tokens >= 0) & (tokens < self.spec.vocab_size), tokens, -1)
+
+    def after(self, contexts: Array, candidates: Array) -> Array:
+        """Return `probabilities` of ids that are `known`; each order is looked up once for all of them."""
+        width, bits = candidates.shape[-1], self.spec.bits
+        found = np.zeros(candidates.shape)
+        longest = min(contexts.shape[-1], len(self.keys))
+        if longest == 0:
+            return np.broadcast_to(found, (*contexts.shape[:-1], width))
+        # A key is negative, and in no table, where one of its tokens or its context is unknown.
+        packed = contexts[..., -1]
+        totals = np.where(packed >= 0, self.unigrams[packed], 0.0)
+        for length in range(1, longest + 1):
+            keys = (packed << bits)[..., None] | candidates
+            if length < longest:
+                # The next longer context is an n-gram of this order, too.
+                packed = (contexts[..., -length - 1] << (length * bits)) | packed
+                keys = np.concatenate([keys, packed[..., None]], -1)
+            counts = self._counted(length + 1, keys)
+            totals, shares = counts[..., -1], counts[..., :width] / totals.clip(min=1.0)[..., None]
+            found = np.where(shares > 0, shares, found)
+        return found.clip(max=1.0)
+
+    def _counted(self, order: int, keys: Array) -> Array:
+        """Return counts [...] of n-grams of one order, 2 or more, as floats; 0 for those that the table lacks."""
+        known = self.keys[order - 2]
+        if not len(known):
+            return np.zeros(keys.shape)
+        places = np.minimum(known.searchsorted(keys), len(known) - 1)
+        return np.where(known[places] == keys, self.counts[order - 2][places], 0).astype(np.float64)
 
     # ---- checks -------------------------------------------------------------------------------------
 
