@@ -13,13 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationMixin,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-    StopStringCriteria,
-)
+from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.request import admit, refuse_in_seat
@@ -314,34 +308,15 @@ def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
 @host_by_default
 @torch.no_grad()
 def speculative_generate(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: Any,
-    assistant: Drafter[Any],
-    tree_config: TreeConfig | None = None,
-    refine: int | None = None,
-    trace: bool | None = None,
-    synced_gpus: bool = False,
-    streamer: Any = None,
-    optional: bool = False,
-    **model_kwargs: Any,
+    model: PreTrainedModel, input_ids: Tensor, optional: bool = False, **options: Any
 ) -> Tensor | DartGenerateOutput:
     """Decode with drafts: the callable that `assistant=` becomes, called by stock's `generate` with all prepared.
 
     Args:
         model: the target.
         input_ids: [B, P] left-padded prompts, already expanded for `num_return_sequences`.
-        logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
-        assistant: the drafter.
-        tree_config: replaces `assistant.tree_config` for this call.
-        refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
-        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them).
-        synced_gpus: as `generate` was told.
-        streamer: is told of the prompt and of every token.
         optional: raise [`UndraftedError`] for a call that cannot be drafted, so that it can run without drafts.
-        model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
+        options: the others of `request.admit`.
 
     Returns:
         [B, P + T] token ids, or a [`DartGenerateOutput`] with `return_dict_in_generate=True`; both as stock.
@@ -349,24 +324,11 @@ def speculative_generate(
     Raises:
         ValueError: something was asked for that could not equal stock's output.
     """
-    session = open_call(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        assistant,
-        tree_config,
-        refine,
-        trace,
-        synced_gpus,
-        streamer,
-        optional,
-        **model_kwargs,
-    )
+    session = open_call(model, input_ids, optional, **options)
+    engine = session.request.drafter.engine
     with broken_off_on_failure(session):
-        if assistant.engine is not None and not session.rows.finished:
-            assistant.engine.run(session)
+        if engine is not None and not session.rows.finished:
+            engine.run(session)
         while not session.rows.finished:
             one_round(session)
         return close_call(session)
@@ -375,23 +337,15 @@ def speculative_generate(
 def open_call(
     model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: Any,
-    assistant: Drafter[Any],
-    tree_config: TreeConfig | None = None,
-    refine: int | None = None,
-    trace: bool | None = None,
-    synced_gpus: bool = False,
-    streamer: Any = None,
     optional: bool = False,
     generator: torch.Generator | None = None,
     in_seat: bool = False,
-    **model_kwargs: Any,
+    **options: Any,
 ) -> Session:
     """Begin a call: read the prompt and emit the first token of every row.
 
-    Args: as for `speculative_generate`, and
+    Args:
+        model, input_ids, optional, options: as for `speculative_generate`.
         generator: that tokens are drawn from; None for the default one.
         in_seat: its rounds will run in a seat (`hf_dart.decoding.seats`).
 
@@ -400,32 +354,18 @@ def open_call(
         `finish.break_off` where one fails.
     """
     with _refusals(optional):
-        request = admit(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            assistant,
-            tree_config,
-            refine,
-            trace,
-            synced_gpus,
-            streamer,
-            model_kwargs,
-        )
+        request = admit(model, input_ids, **options)
         if in_seat:
             request = replace(request, windowed=False)
             refuse_in_seat(request)
-    if streamer is not None:
+    if request.streamer is not None:
         with users_default():
-            streamer.put(input_ids.cpu())
+            request.streamer.put(input_ids.cpu())
     noise = None
-    if generation_config.do_sample:
-        rows, device = len(request.input_ids), request.input_ids.device
-        noise = NoiseStream(rows, 0, device, forecast=request.in_step, generator=generator)
+    if request.generation_config.do_sample:
+        noise = NoiseStream(len(input_ids), 0, input_ids.device, forecast=request.in_step, generator=generator)
     try:
-        session, logits = begin(request, streamer, noise)
+        session, logits = begin(request, noise)
     except BaseException:
         if noise is not None:
             noise.end()

@@ -67,6 +67,7 @@ class Request:
         most: slots of the prompts and of all tokens that may be generated.
         max_length: tokens that a row may have, the P of `input_ids` included.
         multimodal: the prompt has more than text, such as images or sounds; text in the cache does not count.
+        streamer: is told of every token; None for none.
         in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
         traced: keep every round and its tree in the statistics.
         windowed: layers with a sliding window may drop what has left it; else the cache holds the whole text.
@@ -88,6 +89,7 @@ class Request:
     most: int
     max_length: int
     multimodal: bool
+    streamer: Any
     in_step: bool
     traced: bool
     windowed: bool
@@ -128,24 +130,30 @@ class Request:
 def admit(
     model: PreTrainedModel,
     input_ids: Tensor,
-    processors: LogitsProcessorList,
-    criteria: StoppingCriteriaList,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
-    drafter: Drafter[Any],
-    tree_config: TreeConfig | None,
-    refine: int | None,
-    trace: bool | None,
-    synced_gpus: bool,
-    streamer: Any,
-    model_kwargs: dict[str, Any],
+    assistant: Drafter[Any],
+    tree_config: TreeConfig | None = None,
+    refine: int | None = None,
+    trace: bool | None = None,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
 ) -> Request:
-    """Return the call as a `Request`.
+    """Return a call as a `Request`, from what stock's `generate` hands a callable.
 
     Args:
+        model: the target.
         input_ids: [B, P] left-padded prompts.
-        tree_config, refine: replace the drafter's for this call; None leaves them.
-        synced_gpus: as stock was told.
-        streamer: of the call; None for none.
+        logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
+        assistant: the drafter.
+        tree_config: replaces `assistant.tree_config` for this call.
+        refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
+        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them).
+        synced_gpus: as `generate` was told.
+        streamer: is told of the prompt and of every token; None for none.
+        model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
 
     Raises:
         TypeError: an argument is of another type.
@@ -155,16 +163,16 @@ def admit(
         raise TypeError(f"tree_config= takes a TreeConfig, not {tree_config!r:.100}; give TreeConfig(nodes=8), say.")
     if not isinstance(trace, bool | None):
         raise TypeError(f"trace is {trace!r:.100}; give True or False.")
-    tree_config = tree_config or drafter.tree_config
+    tree_config = tree_config or assistant.tree_config
     if refine is not None:
         tree_config = replace(tree_config, refine=refine)
-    if tree_config.refine and not drafter.refines:
+    if tree_config.refine and not assistant.refines:
         raise ValueError(
-            f"This {type(drafter).__name__} does not refine its drafts; give refine=0, or a head that was trained "
+            f"This {type(assistant).__name__} does not refine its drafts; give refine=0, or a head that was trained "
             "with an editor."
         )
     width = input_ids.shape[1]
-    max_length = length_limit(criteria, width)
+    max_length = length_limit(stopping_criteria, width)
     mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     prompt = input_ids if embeddings is None else embeddings
     total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
@@ -173,8 +181,8 @@ def admit(
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
-    refuse_drafter(drafter)
-    drafter.check_target(model)
+    refuse_drafter(assistant)
+    assistant.check_target(model)
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     pads = left_padding(mask, total, len(input_ids))
     # Nothing of the target has run until here.
@@ -186,11 +194,11 @@ def admit(
     timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, input_ids.device.type)
     tree_config = tree_config.for_levels(levels)
     if tree_config.draft_cost is None:
-        tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
+        tree_config = replace(tree_config, draft_cost=assistant.draft_cost(model, tree_config.depth))
     cached = slots_of(stock)
     refuse_crossing(model, pads, cached, total, most)
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
-    if drafter.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
+    if assistant.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
         warnings.warn(
             "generate would compile the target for this static cache; drafted rounds run it eagerly, unless "
             "hf_dart.compile(model, head) was called.",
@@ -198,10 +206,10 @@ def admit(
         )
     return Request(
         model=model,
-        drafter=drafter,
+        drafter=assistant,
         tree_config=tree_config,
-        processors=processors,
-        criteria=criteria,
+        processors=logits_processor,
+        criteria=stopping_criteria,
         generation_config=generation_config,
         model_kwargs=model_kwargs,
         input_ids=input_ids,
@@ -212,9 +220,10 @@ def admit(
         most=most,
         max_length=max_length,
         multimodal=bool(extra_inputs(model, model_kwargs)),
-        in_step=needs_stocks_steps(processors, criteria, streamer, generation_config),
+        streamer=streamer,
+        in_step=needs_stocks_steps(logits_processor, stopping_criteria, streamer, generation_config),
         traced=bool(trace),
-        windowed=drafter.engine is None,
+        windowed=assistant.engine is None,
         timed=timed,
     )
 

@@ -132,8 +132,20 @@ class Rows:
         return self._ids[row : row + 1, : self.prompt_length + self.emitted[row]]
 
     def ids_in_step(self) -> Tensor:
-        """[B, n] ids of all rows, which are of one length; contiguous, as stock's are."""
-        return self._ids[:, : self.prompt_length + self.emitted[0]].contiguous()
+        """[B, n] a copy of the ids of all rows, which are of one length; contiguous, as stock's are."""
+        return self._ids[:, : self.prompt_length + self.emitted[0]].clone(memory_format=torch.contiguous_format)
+
+    def take_over(self, ids: Tensor) -> None:
+        """Take over the ids [B, n] of all rows, into which a processor or a criterion may have written.
+
+        As in stock's loop, the target goes on from what it has read; the text, and a last token that it has yet to
+        read, are the new ones.
+        """
+        held = self._ids[:, : ids.shape[1]]
+        if not torch.equal(held, ids):
+            held.copy_(ids)
+            for text, written in zip(self.tokens, ids.tolist(), strict=True):
+                text[:] = written[-len(text) :]
 
     def recent(self, counts: list[int], width: int) -> Tensor:
         """[B, width] the last `counts[b]` tokens of each row, then its last one again (a pad may be no token)."""
@@ -181,8 +193,8 @@ class Rows:
             return token in self.end_tokens or self.room(row) <= 0
         return bool(self._criteria(self.ids(row), None)[0])
 
-    def append_all(self, tokens: Tensor, scores: Any) -> list[int]:
-        """Add a token [B] to every row and ask the criteria once, as stock does; what was added.
+    def append_all(self, tokens: Tensor, scores: Any) -> Tensor:
+        """Add a token [B] to every row and ask the criteria once, as stock does; return the ids [B, n] as they left it.
 
         Args:
             tokens: the target's choice for each row; ended rows get a pad instead where stock pads.
@@ -192,16 +204,16 @@ class Rows:
         if self.fills_up:
             tokens = tokens.masked_fill(torch.tensor(self.ended, device=self.device), self.pad)
         self._ids[:, column] = tokens
-        added = tokens.tolist()
-        for row, token in enumerate(added):
+        for row, token in enumerate(tokens.tolist()):
             self.tokens[row].append(token)
             self.emitted[row] += 1
+        ids = self.ids_in_step()
         with users_default():
-            stopped = self._criteria(self.ids_in_step(), scores).tolist()
+            stopped = self._criteria(ids, scores).tolist()
         for row, stops in enumerate(stopped):
             if stops and self._stopped_at[row] is None:
                 self._stopped_at[row] = self.emitted[row]
-        return added
+        return ids
 
     def sequences(self) -> Tensor:
         """[B, P + steps] prompt and generated tokens, short rows padded, as stock returns them."""

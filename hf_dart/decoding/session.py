@@ -17,8 +17,7 @@ from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import CHAIN, PAUSE, Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
-from hf_dart.decoding.stats import DraftStats
-from hf_dart.decoding.trace import Trace
+from hf_dart.decoding.stats import DraftStats, Trace
 from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
 from hf_dart.drafters.base import Drafter, Proposal, Score, Verified
@@ -220,12 +219,11 @@ class Session:
             self.stats.trace.add(tree, accepted, self.stats.seconds)
 
 
-def begin(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[Session, Tensor]:
+def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]:
     """Run the prompt through the target and the drafter, and make the parts of the call.
 
     Args:
         request: what `admit` let in.
-        streamer: is told of every token.
         noise: that tokens are drawn with, not begun; None for greedy search.
 
     Returns:
@@ -262,7 +260,7 @@ def begin(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[S
         logits = ran.outputs.logits[:, -1:].to(rows.device)
         if noise is not None:
             noise.vocab_size = logits.shape[-1]
-        streaming = Streaming(streamer, rows)
+        streaming = Streaming(request.streamer, rows)
         kept = {f"keep_{name}": request.collects(f"output_{name}") for name in ("scores", "logits")}
         depth = min(config.depth or drafter.draft_length, drafter.draft_length)
         # Of processes that share a target, only the one whose call was interrupted would have learnt from it.

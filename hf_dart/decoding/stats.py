@@ -1,17 +1,86 @@
-"""Statistics of one call: rounds, tokens, τ, acceptance, and seconds per phase."""
+"""Statistics of one call: rounds, tokens, τ, acceptance, seconds per phase; and, where asked for, every round."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
-from hf_dart.decoding.trace import Trace
+from hf_dart.decoding.walk import Accepted
+from hf_dart.trees.tree import DraftTree
 from hf_dart.view.statistics import summary
 
 PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
+
+
+_COUNTS = ("rounds", "plain_rounds", "chain_rounds", "paused_rounds", "row_rounds", "tokens", "drafted")
+
+
+@dataclass(frozen=True)
+class TracedRound:
+    """One round, as Python numbers.
+
+    Attributes:
+        tokens, parents: [B][N] of the tree; a node without a parent is the root or empty.
+        scores: [B][N] log-chance of each path as the drafter saw it; None for trees that were grown without.
+        paths: per row the nodes that were committed, the root first; none for rows that stood still.
+        seconds: wall time per phase.
+    """
+
+    tokens: list[list[int]]
+    parents: list[list[int]]
+    scores: list[list[float]] | None
+    paths: list[list[int]]
+    seconds: dict[str, float]
+
+
+@dataclass
+class Trace:
+    """The rounds of one call, in order.
+
+    Attributes:
+        prompt_length: slots of the prompt in `sequences`, padding included.
+        rounds: each once.
+    """
+
+    prompt_length: int
+    rounds: list[TracedRound] = field(default_factory=list)
+    _spent: dict[str, float] = field(default_factory=dict)
+
+    def end(self, tokens: int) -> None:
+        """Cut what rows committed after `tokens` generated ones, as `sequences` are cut.
+
+        A row may be ahead when another one ends the call.
+        """
+        room = None
+        for number, one in enumerate(self.rounds):
+            room = room or [tokens - 1] * len(one.paths)  # one is the prefill's
+            paths = [path[: max(left, 0)] for path, left in zip(one.paths, room, strict=True)]
+            room = [left - len(path) for path, left in zip(paths, room, strict=True)]
+            self.rounds[number] = replace(one, paths=paths)
+
+    def add(self, tree: DraftTree, accepted: Accepted, seconds: dict[str, float]) -> None:
+        """Add a round to the record.
+
+        Args:
+            tree: as it was verified.
+            accepted: what was taken from it.
+            seconds: per phase, of the call so far; the prefill's are no round's.
+        """
+        paths = accepted.path.tolist()
+        spent = {name: total - self._spent.get(name, 0.0) for name, total in seconds.items() if name != "prefill"}
+        self.rounds.append(
+            TracedRound(
+                tree.tokens.tolist(),
+                tree.parents.tolist(),
+                None if tree.scores is None else tree.scores.tolist(),
+                [path[:count] for path, count in zip(paths, accepted.counts, strict=True)],
+                spent,
+            )
+        )
+        self._spent = dict(seconds)
 
 
 @dataclass
@@ -93,13 +162,8 @@ class DraftStats:
 
     def merge(self, other: DraftStats) -> None:
         """Add the counts and times of another call."""
-        self.rounds += other.rounds
-        self.plain_rounds += other.plain_rounds
-        self.chain_rounds += other.chain_rounds
-        self.paused_rounds += other.paused_rounds
-        self.row_rounds += other.row_rounds
-        self.tokens += other.tokens
-        self.drafted += other.drafted
+        for name in _COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         self._accept(other.accepted_per_depth)
         self.committed += other.committed
         for name, seconds in other.seconds.items():
@@ -119,17 +183,9 @@ class DraftStats:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures but those of single rounds, as numbers, lists and dicts that JSON takes."""
+        figures = (*_COUNTS, "tau", "accepted", "acceptance_rate")
         return {
-            "rounds": self.rounds,
-            "plain_rounds": self.plain_rounds,
-            "chain_rounds": self.chain_rounds,
-            "paused_rounds": self.paused_rounds,
-            "row_rounds": self.row_rounds,
-            "tokens": self.tokens,
-            "tau": self.tau,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "acceptance_rate": self.acceptance_rate,
+            **{name: getattr(self, name) for name in figures},
             "accepted_per_depth": list(self.accepted_per_depth),
             "seconds": dict(self.seconds),
         }

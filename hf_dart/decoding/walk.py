@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_dart.decoding.processors import all_known, of_rows, scores_alone
+from hf_dart.decoding.processors import of_rows, scores_alone
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.models.devices import generator_state, set_generator_state, users_default
 from hf_dart.trees.tree import DraftTree
@@ -73,7 +73,6 @@ class Walker:
         self._rows = rows
         self._streaming = streaming
         self._noise = noise
-        self._known = all_known(processors)
         self._of_rows = of_rows(processors, len(rows))
         self._everywhere = chooses_everywhere(processors, rows.device)
         self._roots_at_once = len(rows) > 1 and scores_alone(processors)
@@ -125,9 +124,10 @@ class Walker:
     def _step(self, nodes: dict[int, int], logits: Tensor) -> dict[int, int]:
         """Stock's own step: the target's tokens at one node of every row, emitted; nothing once all rows have ended."""
         chosen = self._choose_as_stock(logits[torch.arange(len(nodes)), torch.tensor([*nodes.values()])])
-        tokens = self._rows.append_all(chosen, self.scores)
+        ids = self._rows.append_all(chosen, self.scores)
         self._streaming.send()
-        return {} if self._rows.finished else dict(enumerate(tokens))
+        self._rows.take_over(ids)
+        return {} if self._rows.finished else dict(enumerate(ids[:, -1].tolist()))
 
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """Return the target's token after every node, [B, N]."""
@@ -164,14 +164,9 @@ class Walker:
         """
         logits = logits.to(copy=True, dtype=torch.float32, device=self._rows.device)
         ids = self._rows.ids_in_step()
-        before = None if self._known else ids.clone()
         with users_default():
             scores = self._processors(ids, logits)
-        if before is not None and not torch.equal(ids, before):
-            raise ValueError(
-                "A logits processor writes into input_ids, the text that drafts were verified after; let it work on a "
-                "copy, or leave assistant= out."
-            )
+        self._rows.take_over(ids)
         if isinstance(scores, Tensor) and len(scores) != len(logits):
             raise ValueError(
                 f"The logits processors leave scores of {len(scores)} rows for a batch of {len(logits)}; they have to "

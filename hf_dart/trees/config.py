@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -169,15 +168,8 @@ def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: they do not make a `TreeConfig`.
     """
+    kept = {name: value for name, value in saved.items() if name not in _RETIRED}
     known = [one.name for one in fields(TreeConfig)]
-    given = sorted(saved.keys() - _RETIRED)
-    refuse_unknown(given, known, "tree has to hold fields of TreeConfig, which has no", ValueError)
-    if saved.get("calibrate"):
-        warnings.warn(
-            "This drafter's tree was saved with calibrate=True, which is no longer there: its scores are used as they "
-            "are, and the output is the same.",
-            stacklevel=2,
-        )
-    kept = {name: value for name, value in saved.items() if name in known}
+    refuse_unknown(sorted(kept), known, "tree has to hold fields of TreeConfig, which has no", ValueError)
     TreeConfig(**kept)
     return kept

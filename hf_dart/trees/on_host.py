@@ -73,14 +73,14 @@ def grow_on_host(
     if not chosen.shape[1]:
         return DraftTree.chain(torch.from_numpy(roots.copy()))
     tokens, parents, depths = _look_up(levels, drafted, chosen)
-    empty = scores == -inf
-    none = np.zeros_like(roots)
-    return _tree(
+    empty, none = scores == -inf, np.zeros_like(roots)
+    grown = (
         np.concatenate([roots, np.where(empty, roots, tokens)], axis=1),
         np.concatenate([none - 1, np.where(empty, -1, parents)], axis=1),
-        np.concatenate([none, np.where(empty, 0, depths)], axis=1),
         np.concatenate([none, scores], axis=1),
     )
+    drafts, above, log_chances = (torch.from_numpy(part) for part in grown)
+    return DraftTree.from_parents(drafts, above, int(np.where(empty, 0, depths).max()), log_chances)
 
 
 def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
@@ -185,26 +185,6 @@ def _look_up(levels: list[_Level], drafted: int, chosen: Array) -> tuple[Array, 
     numbers = np.zeros((batch, int(ends[-1]) + 1), dtype=np.int64)
     numbers[np.arange(batch)[:, None], chosen + 1] = np.arange(1, count + 1)
     return tokens, take(numbers, parents + 1), depths
-
-
-def _tree(tokens: Array, parents: Array, depths: Array, scores: Array) -> DraftTree:
-    deepest = int(depths.max())
-    grown = [torch.from_numpy(part) for part in (tokens, parents, depths, _ancestors(parents, deepest), scores)]
-    return DraftTree(grown[0], grown[1], grown[2], grown[3], deepest, grown[4])
-
-
-def _ancestors(parents: Array, deepest: int) -> Array:
-    """Ancestors [B, N, N] by `parents` [B, N], -1 for the root and empty nodes; none lies deeper than `deepest`."""
-    nodes = np.arange(parents.shape[1])
-    above = np.where(parents < 0, nodes, parents)  # roots point to themselves
-    ancestors = np.zeros((*parents.shape, len(nodes)), dtype=bool)
-    rows = np.arange(len(parents))[:, None]
-    up = nodes[None]
-    for _ in range(deepest):
-        ancestors[rows, nodes, up] = True
-        up = take(above, up)
-    ancestors[rows, nodes, up] = True
-    return ancestors
 
 
 def _largest(scores: Array, count: int) -> Array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -64,15 +65,14 @@ class DraftTree:
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int, scores: Tensor | None = None) -> DraftTree:
         """Fill in depths and ancestors of `tokens`, `parents` [B, N]; no path is longer than `max_depth`."""
-        nodes = tokens.shape[1]
-        one_step = torch.eye(nodes, device=tokens.device).expand(*tokens.shape, -1)
-        links = (parents[..., None] == torch.arange(nodes, device=tokens.device)).to(one_step.dtype)
-        reach = one_step + links
-        steps = 1
-        while steps < max_depth:  # squaring doubles how many steps up `reach` looks
-            reach = (reach @ reach).clamp(max=1)
-            steps *= 2
-        ancestors = reach > 0
+        known = parents.cpu().numpy()
+        rows, nodes = np.arange(len(known))[:, None], np.arange(known.shape[1])
+        above = np.where(known < 0, nodes, known)  # roots point to themselves
+        reached, up = np.zeros((*known.shape, len(nodes)), dtype=bool), nodes[None]
+        for _ in range(max_depth + 1):
+            reached[rows, nodes, up] = True
+            up = above[rows, up]
+        ancestors = torch.from_numpy(reached).to(tokens.device)
         return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, max_depth, scores)
 
     @classmethod

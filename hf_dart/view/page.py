@@ -82,7 +82,7 @@ class View:
 
     @property
     def rounds(self) -> list[Any]:
-        """The rounds of the call, in order: each a `hf_dart.decoding.trace.TracedRound`."""
+        """The rounds of the call, in order: each a `hf_dart.decoding.stats.TracedRound`."""
         return self.stats.trace.rounds
 
     def save(self, file: str | Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical, run, same
-from support.tiny import prompts, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.trees import choose_everywhere
 from support.users import Clock
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers import (
     EosTokenCriteria,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
@@ -79,16 +80,31 @@ class Together(EosTokenCriteria):
         return ends.any() & torch.ones_like(ends)
 
 
+def write_into(ids: Tensor, scores: Tensor) -> Tensor:
+    ids[:, -1] = (ids[:, -1] + ids.shape[1] % 3) % VOCABULARY
+    return scores
+
+
+class Writes(StoppingCriteria):
+    """Another token in the place of the one that was chosen, now and then; the target reads that one."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        write_into(input_ids, scores)
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
 @pytest.mark.parametrize(
     "own",
     [
         lambda: {"logits_processor": [Warming(2.0)]},
         lambda: {"stopping_criteria": [Together([3, 11])], "pad_token_id": 0},
         lambda: {"max_time": 5.5},
+        lambda: {"logits_processor": [lambda ids, scores: write_into(ids, scores)]},
+        lambda: {"stopping_criteria": [Writes()]},
     ],
-    ids=["a warper", "an end", "the time"],
+    ids=["a warper", "an end", "the time", "a processor that writes into the text", "a criterion that does"],
 )
-def test_what_derives_from_stocks_is_called_as_stock_calls_it(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_may_do_anything_is_called_as_stock_calls_it(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once per position, on the whole batch."""
     target = tiny_target("llama")
     head = tiny_head(target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,11 +13,7 @@ from hf_dart.trees.config import checked_tree
 
 
 def test_a_field_of_an_earlier_version_is_left_out() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert checked_tree({"nodes": 4, "calibrate": False}) == {"nodes": 4}
-    with pytest.warns(UserWarning, match="saved with calibrate=True, which is no longer there"):
-        assert checked_tree({"calibrate": True}) == {}
+    assert checked_tree({"nodes": 4, "calibrate": True}) == {"nodes": 4}
     with pytest.raises(ValueError, match="TreeConfig, which has no 'leaves'; "):
         checked_tree({"leaves": 3, "calibrate": True})
     with pytest.raises(ValueError, match=r"TreeConfig.nodes is 0; give 1 or more\."):
