@@ -6,6 +6,8 @@ target that is new (`hf_dart.models.trial`).
 
 from __future__ import annotations
 
+import math
+import sys
 import warnings
 from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -13,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import LogitsProcessorList, MaxLengthCriteria, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -22,7 +24,6 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from hf_dart.cache.stock_layers import attention_layers, keeps_states, slots_of
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.processors import needs_stocks_steps
-from hf_dart.decoding.rows import length_limit
 from hf_dart.drafters.base import Drafter
 from hf_dart.models.positions import refuse_crossing
 from hf_dart.models.processes import alone, is_shared, refuse_different_calls
@@ -172,7 +173,10 @@ def admit(
             "with an editor."
         )
     width = input_ids.shape[1]
-    max_length = length_limit(stopping_criteria, width)
+    # A user's `MaxLengthCriteria` replaces the one that `generate` adds; subclasses are applied in addition.
+    lengths = [one.max_length for one in stopping_criteria if type(one) is MaxLengthCriteria]
+    # The criterion's limit, rounded up to whole tokens; stock too writes at least one.
+    max_length = max(math.ceil(min(*lengths, sys.maxsize)), width + 1)
     mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     prompt = input_ids if embeddings is None else embeddings
     total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])

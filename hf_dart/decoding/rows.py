@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
+from hf_dart.decoding.request import Request
 from hf_dart.drafters.base import Verified
 from hf_dart.models.devices import users_default
 
 _ROOM = 512  # tokens after the prompt that there is room for at first
 
 
-def length_limit(stopping_criteria: Any, prompt_length: int) -> int:
-    """Tokens that a row may have, its prompt of `prompt_length` included."""
-    # A user's `MaxLengthCriteria` replaces the one that `generate` adds; subclasses are applied in addition.
-    lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
-    # The criterion's limit, rounded up to whole tokens; stock too writes at least one.
-    return max(math.ceil(min(*lengths, sys.maxsize)), prompt_length + 1)
-
-
 class Rows:
-    """Token ids of B rows of different lengths, in stock's slots (left padding included).
+    """Token ids of B rows of different lengths, in stock's slots (left padding included), as a `Request` begins them.
 
     Attributes:
         prompt_length: P, slots of the prompt.
@@ -35,23 +26,15 @@ class Rows:
         emitted: tokens generated so far, per row.
         tokens: the text of each row so far as a list of ids, padding left out.
         eos: end tokens: each ends its row.
-        end_tokens: the same, if nothing but they and the length end a row; None if other criteria have a say.
         in_step: all rows are of one length at any time, ended ones too (`append_all` instead of `append`).
     """
 
-    def __init__(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        generation_config: Any,
-        stopping_criteria: Any,
-        in_step: bool,
-    ) -> None:
+    def __init__(self, request: Request) -> None:
+        input_ids, self._criteria = request.input_ids, request.criteria
         batch, self.prompt_length = input_ids.shape
-        self.in_step = in_step
-        self.max_length = length_limit(stopping_criteria, self.prompt_length)
-        pad = generation_config._pad_token_tensor
-        self.fills_up = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        self.max_length, self.in_step = request.max_length, request.in_step
+        pad = request.generation_config._pad_token_tensor
+        self.fills_up = any(hasattr(criterion, "eos_token_id") for criterion in self._criteria)
         if self.fills_up and pad is None:  # stock fails too, at its first step
             raise TypeError("Rows that have ended are filled up with pads; give pad_token_id.")
         self.pad = 0 if pad is None else int(pad)
@@ -59,20 +42,13 @@ class Rows:
         self._ids = input_ids.new_full((batch, min(self.max_length, self.prompt_length + _ROOM)), self.pad)
         self._ids[:, : self.prompt_length] = input_ids
         self.emitted = [0] * batch
-        pads = [0] * batch
-        if attention_mask is not None:
-            pads = (attention_mask[:, -self.prompt_length :] == 0).sum(-1).tolist()
-        self.tokens = [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads, strict=True)]
+        first = request.first_slot
+        self.tokens = [ids[max(pad - first, 0) :] for ids, pad in zip(input_ids.tolist(), request.pads, strict=True)]
         self._stopped_at: list[int | None] = [None] * batch
-        self._criteria = stopping_criteria
-        self.eos = {
-            int(token)
-            for criterion in stopping_criteria
-            if type(criterion) is EosTokenCriteria
-            for token in criterion.eos_token_id
-        }
-        known = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria)
-        self.end_tokens = self.eos if known else None
+        known = [criterion for criterion in self._criteria if type(criterion) is EosTokenCriteria]
+        self.eos = {int(token) for criterion in known for token in criterion.eos_token_id}
+        # Nothing but these tokens and the length ends a row; else criteria have a say.
+        self._known = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in self._criteria)
 
     @property
     def device(self) -> torch.device:
@@ -189,8 +165,8 @@ class Rows:
         return self.active(row)
 
     def _stops(self, row: int, token: int) -> bool:
-        if self.end_tokens is not None:
-            return token in self.end_tokens or self.room(row) <= 0
+        if self._known:
+            return token in self.eos or self.room(row) <= 0
         return bool(self._criteria(self.ids(row), None)[0])
 
     def append_all(self, tokens: Tensor, scores: Any) -> Tensor:

@@ -235,13 +235,7 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
     """
     drafter, config, batch = request.drafter, request.tree_config, len(request.input_ids)
     stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
-    rows = Rows(
-        request.input_ids,
-        request.model_kwargs.get("attention_mask"),
-        request.generation_config,
-        request.criteria,
-        request.in_step,
-    )
+    rows = Rows(request)
     aside = partial(put_back, rows.device) if noise is not None and rows.in_step else nullcontext
     if noise is not None:
         noise.begin()

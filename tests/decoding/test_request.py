@@ -53,19 +53,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.fixture
-def target() -> Any:
-    model = tiny_target("qwen3")
-    # The first plain call that asks for hidden states installs transformers' own recording hooks for good.
-    model(INPUTS["input_ids"], output_hidden_states=True)
-    return model
-
-
-@pytest.fixture
-def head(target: Any) -> DartHead:
-    return tiny_head(target)
-
-
 @pytest.fixture(params=ROUTES)
 def drafting(request: pytest.FixtureRequest, head: DartHead) -> dict[str, Any]:
     """The keyword that brings in the head, by either route."""

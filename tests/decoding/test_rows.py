@@ -1,18 +1,20 @@
-"""Rows of a batch: the room that their ids take, and what fills up those that have ended."""
+"""Rows of a batch: the room of their ids, what fills up those that have ended, and drafts as each has them alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.cases import replay
 from support.compare import assert_identical
-from support.tiny import prompts, tiny_head, tiny_target
+from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import TOKENIZER, Criterion
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
-from hf_dart import attach
+from hf_dart import TreeConfig, attach
 from hf_dart.decoding import rows as module
 from hf_dart.decoding.rows import Rows
 
@@ -31,7 +33,9 @@ def test_rows_that_have_ended_hold_nobody_back() -> None:
     config = GenerationConfig(max_length=30)
     config._pad_token_tensor = torch.tensor(0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(30), EosTokenCriteria(3)])
-    rows = Rows(torch.ones(3, 4, dtype=torch.long), None, config, criteria, False)
+    ids, more = torch.ones(3, 4, dtype=torch.long), {"pads": [0] * 3, "first_slot": 0, "max_length": 30}
+    request: Any = SimpleNamespace(input_ids=ids, criteria=criteria, generation_config=config, in_step=False, **more)
+    rows = Rows(request)
     for row, tokens in enumerate([[5, 3], [6] * 9, [7] * 12]):
         assert [rows.append(row, token) for token in tokens] == [token != 3 for token in tokens]
     assert (rows.slowest(), rows.common, rows.rooms) == (9, 9, [0, 17, 14])
@@ -50,16 +54,6 @@ def test_a_row_ends_inside_a_path_that_is_accepted() -> None:
         stock, _ = assert_identical(target, drafter, inputs, stop_strings=[letter], tokenizer=TOKENIZER, **options)
         ended = (stock.sequences[row] == 0).nonzero()[:1, 0]
         assert len(ended), "it was to end before the others"
-
-
-def test_stocks_own_criteria_are_known_by_their_tokens() -> None:
-    """The engine looks for them on the device; others are asked."""
-    config = GenerationConfig(max_length=30)
-    config._pad_token_tensor = torch.tensor(0)
-    known = [MaxLengthCriteria(30), EosTokenCriteria([3, 5]), EosTokenCriteria(7)]
-    for criteria, tokens in ((known, {3, 5, 7}), (known[:1], set()), ([*known, Criterion("ends rows")], None)):
-        rows = Rows(torch.ones(1, 4, dtype=torch.long), None, config, StoppingCriteriaList(criteria), in_step=False)
-        assert rows.end_tokens == tokens
 
 
 def test_rows_that_are_filled_up_need_a_pad() -> None:
@@ -101,3 +95,29 @@ def test_rows_that_run_on_end_with_the_last(misses: list[float]) -> None:
     assert stock.sequences.shape[1] == 7 + 27
     assert drafter.last_stats is not None
     assert drafter.last_stats.tau > 1.3
+
+
+ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("make", "lengths", "options"),
+    [
+        (tiny_head, [7, 7, 7], {}),
+        (tiny_head, [9, 3, 7], {"prefill_chunk_size": 3, "repetition_penalty": 1.2}),
+        (tiny_eagle_drafter, [3, 9, 7], ENDS),
+    ],
+    ids=["of one length", "padded, in chunks", "EAGLE"],
+)
+def test_as_much_is_accepted_as_alone(make: Callable[..., Any], lengths: list[int], options: dict[str, Any]) -> None:
+    """Round by round, by rows that accept differently much and end at different times."""
+    target = tiny_target("llama")
+    drafter, inputs = make(target), prompts(lengths, seed=1)
+    options = {"do_sample": False, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=24, lookup=0), **options}
+    assert_identical(target, drafter, inputs, **options)
+    together = drafter.last_stats.committed
+    assert drafter.last_stats.tau > 1.3
+    for row, length in enumerate(lengths):
+        target.generate(inputs["input_ids"][row : row + 1, -length:], assistant=drafter, **options)
+        alone = [count for (count,) in drafter.last_stats.committed]
+        assert [counts[row] for counts in together if counts[row]] == alone

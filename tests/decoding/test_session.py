@@ -23,16 +23,6 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 INPUTS = prompts([7])
 
 
-@pytest.fixture
-def target() -> Any:
-    return tiny_target("qwen3")
-
-
-@pytest.fixture
-def head(target: Any) -> DartHead:
-    return tiny_head(target)
-
-
 class Plain(LogitsProcessor):
     """Does nothing, and is not known."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -17,56 +16,7 @@ from support.trees import candidates_of, paths, plainly, random_draft
 from hf_dart.trees.copies import up_to_end
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
-from hf_dart.trees.scores import Candidates
 from hf_dart.trees.tree import DraftTree
-
-Path = tuple[int, ...]
-Score = Callable[[int, list[int], int], float]
-
-
-def grown(candidates: Candidates, nodes: int, beam: int) -> DraftTree:
-    return grow_on_host(candidates, nodes=nodes, beam=beam)
-
-
-def best_paths(
-    lists: list[list[int]], history: list[int], score: Score, *, nodes: int, beam: int, deepest: int
-) -> dict[Path, float]:
-    """The best paths, found by writing all of them down: every path of the beam times every candidate.
-
-    Args:
-        score: of a depth, the tokens before and a candidate.
-    """
-    pool: dict[Path, float] = {}
-    frontier: dict[Path, float] = {(): 0.0}
-    for depth, tokens in enumerate(lists[:deepest]):
-        extended = {
-            (*path, token): total + max(-30.0, min(score(depth, [*history, *path], token), -1e-4))
-            for path, total in frontier.items()
-            for token in tokens
-        }
-        pool.update(extended)
-        frontier = dict(sorted(extended.items(), key=lambda item: -item[1])[:beam])
-    return dict(sorted(pool.items(), key=lambda item: -item[1])[: nodes - 1])
-
-
-SIZES = [(1, 1, 2, 1), (1, 8, 5, 3), (3, 4, 12, 2), (5, 6, 30, 5), (4, 3, 200, 50), (7, 8, 16, 12), (6, 2, 7, 1)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize(("depth", "width", "nodes", "beam"), SIZES)
-def test_the_best_paths_of_a_beam(depth: int, width: int, nodes: int, beam: int, seed: int) -> None:
-    tokens, table = random_draft(3, depth, width, seed)
-    scores = table[:, :, 0]
-    limits = [depth, max(1, depth - 2), 1 + seed % depth]
-    tree = grown(candidates_of(tokens, scores, deepest=limits), nodes, beam)
-    assert tree.tokens[:, 0].tolist() == [100, 101, 102]
-    for row, (lists, limit) in enumerate(zip(tokens.tolist(), limits, strict=True)):
-
-        def score(at: int, before: list[int], token: int, row: int = row, lists: Any = lists) -> float:
-            return float(scores[row, at, lists[at].index(token)])
-
-        wanted = best_paths(lists, [], score, nodes=nodes, beam=beam, deepest=limit)
-        assert paths(tree, row) == set(wanted)
 
 
 class OfTheWholePath:
@@ -91,19 +41,13 @@ class OfTheWholePath:
 
 @pytest.mark.parametrize("limit", [None, [5, 2]])
 def test_a_score_sees_the_path(limit: list[int] | None) -> None:
-    depth, width, nodes, beam = 5, 4, 24, 6
-    tokens, table = random_draft(2, depth, width, 7)
-    scores, history = table[:, :, 0], torch.tensor([[0, 0, 0, 0, 0, 3, 5, 8], [0, 0, 0, 0, 0, 13, 21, 34]])
-    candidates = candidates_of(tokens, scores, history=history, formula=OfTheWholePath(), deepest=limit)
-    tree = grown(candidates, nodes, beam)
-    for row, lists in enumerate(tokens.tolist()):
-
-        def score(at: int, before: list[int], token: int, row: int = row, lists: Any = lists) -> float:
-            return OfTheWholePath.one(before, token, float(scores[row, at, lists[at].index(token)]))
-
-        deepest = depth if limit is None else limit[row]
-        wanted = best_paths(lists, history[row].tolist(), score, nodes=nodes, beam=beam, deepest=deepest)
-        assert paths(tree, row) == set(wanted)
+    tokens, table = random_draft(2, 5, 4, 7)
+    history = torch.tensor([[0, 0, 0, 0, 0, 3, 5, 8], [0, 0, 0, 0, 0, 13, 21, 34]])
+    candidates = candidates_of(tokens, table[:, :, 0], history=history, formula=OfTheWholePath(), deepest=limit)
+    tree = grow_on_host(candidates, nodes=24, beam=6)
+    assert tree.tokens[:, 0].tolist() == [8, 34]
+    for row in range(2):
+        assert paths(tree, row) == set(plainly(candidates, row, 24, 6))
 
 
 @settings(max_examples=120, deadline=None)
@@ -139,7 +83,7 @@ def test_trees_are_those_of_a_plain_search(
         candidates = replace(candidates, ending=candidates.tokens % 3 == 0, copied=copied, chances=chances)
     # A beam that is no limit: paths of which no node can be among the best are left out.
     beam = 3 if narrow else 10**6
-    tree = grown(candidates, nodes, beam)
+    tree = grow_on_host(candidates, nodes=nodes, beam=beam)
     assert tree.scores is not None
     assert (tree.parents[:, 0] == -1).all()
     for row in range(3):
@@ -161,8 +105,8 @@ def test_nothing_grows_after_an_end() -> None:
     parts = up_to_end(candidates.copied, candidates.chances, candidates.copied == ends[:, None])
     assert parts[0].tolist() == [[copy[0], -1, -1] for copy in copied]
     ended = replace(candidates, ending=ending, copied=parts[0], chances=parts[1])
-    every = grown(replace(candidates, copied=parts[0], chances=parts[1]), 1000, 1000)
-    tree = grown(ended, 1000, 1000)
+    every = grow_on_host(replace(candidates, copied=parts[0], chances=parts[1]), nodes=1000, beam=1000)
+    tree = grow_on_host(ended, nodes=1000, beam=1000)
     for row, end in enumerate(ends.tolist()):
         whole = paths(every, row)
         assert paths(tree, row) == {path for path in whole if end not in path[:-1]} != whole
@@ -173,7 +117,7 @@ def test_copied_text_goes_deeper_than_the_drafter() -> None:
     tokens = torch.tensor([[[1, 2], [3, 4]]] * 2)
     scores = torch.tensor([[[-3.0, -4.0]] * 2] * 2)
     copies = [([11, 12, 13, 14, 15], -0.2), ([], -inf)]
-    tree = grown(candidates_of(tokens, scores, copies=copies), 9, 4)
+    tree = grow_on_host(candidates_of(tokens, scores, copies=copies), nodes=9, beam=4)
     copied = [tuple(copies[0][0][:length]) for length in range(1, 6)]
     assert set(copied) < paths(tree, 0)
     assert (11, 3) in paths(tree, 0), "what is drafted for a depth may follow what is copied"
@@ -185,25 +129,9 @@ def test_copied_text_goes_deeper_than_the_drafter() -> None:
     assert float(tree.scores[0, deepest]) == pytest.approx(-1.0, abs=1e-5)
 
 
-def test_a_path_that_meets_the_copy_goes_on_with_it() -> None:
-    tokens, scores = torch.tensor([[[1, 2], [3, 12]]]), torch.tensor([[[-1.0, -2.0], [-9.0, -9.0]]])
-    tree = grown(candidates_of(tokens, scores, copies=[([1, 12, 13], -0.1)]), 4, 9)
-    assert paths(tree, 0) == {(1,), (1, 12), (1, 12, 13)}
-
-
-def test_nothing_to_grow() -> None:
-    tokens, scores = torch.tensor([[[1, 2]], [[-1, -1]]]), torch.tensor([[[-1.0, -2.0]], [[-inf, -inf]]])
-    none = candidates_of(tokens, scores, deepest=[-1, 1])
-    tree = grown(none, 3, 4)
-    assert tree.tokens[:, 0].tolist() == [100, 101]
-    assert paths(tree, 0) == paths(tree, 1) == set()
-    copied = candidates_of(torch.empty(1, 0, 1).long(), torch.empty(1, 0, 1), copies=[([1, 2, 3], -0.1)])
-    assert paths(grown(copied, 8, 4), 0) == {(1,), (1, 2), (1, 2, 3)}
-
-
 def test_width_one_is_a_chain() -> None:
     tokens, table = random_draft(2, 6, 1, 4)
-    tree = grown(candidates_of(tokens, table), 7, 1)
+    tree = grow_on_host(candidates_of(tokens, table), nodes=7, beam=1)
     assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4, 5]] * 2
     assert torch.equal(tree.tokens[:, 1:], tokens[..., 0])
     chain = DraftTree.chain(tree.tokens)
@@ -216,13 +144,13 @@ def test_certain_tokens_keep_their_parents() -> None:
     tokens, _ = random_draft(1, 6, 3, 2)
     scores = torch.zeros(1, 6, 3)
     scores[..., 1:] = -inf
-    tree = grown(candidates_of(tokens, scores), 4, 3)
+    tree = grow_on_host(candidates_of(tokens, scores), nodes=4, beam=3)
     assert paths(tree, 0) == {tuple(tokens[0, : i + 1, 0].tolist()) for i in range(3)}
 
 
 def test_paths_stay_whole_however_low_their_scores() -> None:
     scores = torch.tensor([0.0, -5000.0, -1e7, torch.nan]).repeat(1, 9, 1)
-    tree = grown(candidates_of(torch.arange(4).repeat(1, 9, 1), scores), 200, 40)
+    tree = grow_on_host(candidates_of(torch.arange(4).repeat(1, 9, 1), scores), nodes=200, beam=40)
     assert (tree.parents[0] < torch.arange(tree.size)).all()
     assert 3 not in tree.tokens[0, 1:]
 

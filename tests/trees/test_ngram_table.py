@@ -6,12 +6,11 @@ import copy
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from support.ngrams import VOCABULARY, back_off, by_hand, corpus, unpacked
+from support.ngrams import VOCABULARY, by_hand, corpus, unpacked
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -186,33 +185,6 @@ def forged(table: NgramTable, path: Path, factor: int) -> Path:
 
 
 # ---- lookup -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", [2, 3, 4])
-def test_probabilities_back_off(tmp_path: Path, order: int) -> None:
-    documents = corpus(documents=6)
-    table = build(documents, tmp_path / "table", order=order, vocab_size=VOCABULARY + 2)
-    counts = by_hand(documents, order)
-    random = Random(1)
-    for width in range(order + 1):
-        contexts = [[random.randrange(-1, VOCABULARY + 2) for _ in range(width)] for _ in range(60)]
-        contexts = [[-1 if any(t < 0 for t in row[i:]) else row[i] for i in range(width)] for row in contexts]
-        candidates = [[random.randrange(VOCABULARY + 2) for _ in range(5)] for _ in contexts]
-        found = table.probabilities(np.array(contexts).reshape(60, width), np.array(candidates))
-        wanted = [
-            [back_off(counts, context, token, order) for token in row]
-            for context, row in zip(contexts, candidates, strict=True)
-        ]
-        assert found.tolist() == wanted
-
-
-def test_tokens_that_are_none(table: NgramTable) -> None:
-    """Candidates and contexts beyond the table's vocabulary: embedding tables have padding rows."""
-    contexts = np.array([[1, 2], [VOCABULARY, 1], [1, VOCABULARY + 5]])
-    found = table.probabilities(contexts, np.tile(np.array([-1, VOCABULARY, 10**6, 0]), (3, 1)))
-    assert not found[:, :3].any()
-    assert found[2, 3] == 0, "no context, no n-gram"
-    assert found[1, 3] == table.probabilities(np.array([[1]]), np.array([[0]]))[0, 0]
 
 
 def test_copies_share_the_file(table: NgramTable) -> None:
