@@ -219,7 +219,11 @@ def _drafted(
                 "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= "
                 "out."
             )
-        _refuse_token_healing(model, kwargs)
+        if _option(model, kwargs, "token_healing"):
+            raise ValueError(
+                "generate has no tokenizer to heal a prompt with here; heal it first, with "
+                "model.heal_tokens(input_ids, tokenizer), and pass token_healing=False."
+            )
         _take_stop_strings(model, kwargs, tokenizer)
     decode = functools.partial(
         run or speculative_generate,
@@ -272,14 +276,6 @@ def _by_name(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
         signature = inspect.signature(GenerationMixin.generate)  # which passes them on
     _, *named = signature.bind_partial(None, *args).arguments.items()
     return dict(**dict(named), **kwargs)
-
-
-def _refuse_token_healing(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
-    if _option(model, kwargs, "token_healing"):
-        raise ValueError(
-            "generate has no tokenizer to heal a prompt with here; heal it first, with model.heal_tokens(input_ids, "
-            "tokenizer), and pass token_healing=False."
-        )
 
 
 def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> None:

@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import DrafterState
-from hf_dart.drafters.base import AT_ONCE, Drafter, entries_of
+from hf_dart.drafters.base import AT_ONCE, entries_of
 from hf_dart.models.devices import users_default
 from hf_dart.models.positions import refuse_shifted
 from hf_dart.models.stock_steps import cache_after, extra_inputs, next_inputs, position_shift
@@ -38,25 +37,59 @@ _NOT_THE_PROMPT = (
 )
 
 
-class PromptFeed:
-    """Feed of prompt positions to the drafter, each with the token after it.
+class PromptReader:
+    """Proxy of the target during stock's `_prefill`, which hands the drafter each position with the token after it.
 
-    The last position has no such token yet: its features wait for the first generated token (`finish`).
+    `_prefill` returns the last chunk's outputs only, and hooks on the target would be state that concurrent calls see;
+    this proxy is neither. The prompt's last position has no token after it yet: its features wait for the first
+    generated token.
 
-    Args:
-        prompt: the ids [B, T] or embeddings [B, T, E] that prefill runs over (a cached prefix left out).
-        pads: left padding of each row within them.
+    Attributes:
+        last: [B, 1, F] features of the last position that was read.
+        width: how many positions the last chunk had.
+        shift: `position_shift` of stock's first step after the prompt: [..., B] how far positions that the target is
+            told lie above a row's own; None if nowhere.
+        extra_inputs: what stock hands the target in that step that is not text.
     """
 
-    def __init__(self, drafter: Drafter[Any], state: Any, prompt: Tensor, pads: list[int]) -> None:
-        self._drafter, self._state = drafter, state
-        self._prompt = prompt
-        self._pads = torch.tensor(pads)
+    def __init__(self, request: Request, state: Any) -> None:
+        self._target, self._request, self._state = request.model, request, state
+        prompt = request.prompt[:, request.cached - request.total :]
+        if request.multimodal and not prompt.is_floating_point():
+            # Ids of images may have no embedding: such models look up another token there before inserting the image's.
+            prompt = torch.where(prompt < request.model.get_input_embeddings().num_embeddings, prompt, 0)
+        self._prompt = prompt  # the ids [B, T] or embeddings [B, T, E] that prefill runs over
+        self._pads = torch.tensor([max(pad - request.cached, 0) for pad in request.pads])
         self._next = 0  # slot of the first position that was not handed on
-        self._last: Tensor | None = None  # [B, 1, F]
+        self.last: Any = None
+        self.width = 0
+        self.shift: Tensor | None = None
+        self.extra_inputs: dict[str, Any] = {}
 
-    def __call__(self, features: Tensor, embeddings: Tensor | None = None) -> None:
-        """Take in the features [B, C, F] of the next C slots.
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        drafter = self._request.drafter
+        text_only = not extra_inputs(self._target, inputs)
+        merged = drafter.reads_embeddings and inputs.get("input_ids") is not None and not text_only
+        if not inputs.get("output_hidden_states"):
+            # Towers of images would take indices of layers for theirs.
+            inputs.update(features_request(drafter.feature_layers) if text_only else {"output_hidden_states": True})
+        with users_default():
+            outputs = self._target(**inputs)
+        ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
+        self.width = ran.shape[1]
+        features = gather_features(outputs, drafter.feature_layers, ran)
+        self.hand_on(features, merged_embeddings(self._target, outputs, ran) if merged else None)
+        return outputs
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """Return False, so that `_prefill` does not compile the forward, which would bypass this proxy."""
+        return False
+
+    def hand_on(self, features: Tensor, embeddings: Tensor | None) -> None:
+        """Hand the drafter the features [B, C, F] of the next C slots, but for the last one.
 
         Args:
             embeddings: [B, C, E] what the target read there, in place of the prompt's ids.
@@ -64,11 +97,11 @@ class PromptFeed:
         Raises:
             ValueError: there are more than the prompt has.
         """
-        if self._last is not None:
-            features = torch.cat([self._last.to(features.device), features], dim=1)
+        if self.last is not None:
+            features = torch.cat([self.last.to(features.device), features], dim=1)
         if self._next + features.shape[1] > self._prompt.shape[1]:
             raise ValueError(_NOT_THE_PROMPT)
-        self._last = features[:, -1:]
+        self.last = features[:, -1:]
         ready = features.shape[1] - 1
         if ready == 0:
             return
@@ -81,81 +114,26 @@ class PromptFeed:
         for first in range(0, entries.shape[1], AT_ONCE):
             piece = entries[:, first : first + AT_ONCE]
             taken = (counts - first).clamp(0, piece.shape[1])
-            self._drafter.extend(self._state, entries_of(features, piece), entries_of(next_tokens, piece), taken)
+            read = entries_of(features, piece), entries_of(next_tokens, piece), taken
+            self._request.drafter.extend(self._state, *read)
         self._next += ready
 
-    def finish(self) -> Tensor:
-        """Return the features [B, 1, F] of the prompt's last position.
+    def prefill(self) -> Any:
+        """Stock prefill (prefix reuse, chunks) with this proxy in the model's place; its outputs.
 
         Raises:
-            ValueError: there were fewer positions than the prompt has.
+            ValueError: it ran over fewer positions than the prompt has, or stock's next step has positions that rounds
+                cannot follow.
         """
-        if self._last is None or self._next + 1 != self._prompt.shape[1]:
+        request, target = self._request, self._target
+        ids, kwargs = request.input_ids, dict(request.model_kwargs)
+        outputs = type(target)._prefill(self, ids, request.generation_config, kwargs)
+        grown = torch.cat([ids, ids.new_zeros(len(ids), 1)], dim=1)  # by any token
+        inputs, _ = next_inputs(target, grown, outputs, kwargs)
+        self.extra_inputs = {name: inputs[name] for name in extra_inputs(target, inputs)}
+        self.shift = position_shift(target, inputs.get("position_ids"), request.pads, request.total)
+        if self.last is None or self._next + 1 != self._prompt.shape[1]:
             raise ValueError(_NOT_THE_PROMPT)
-        return self._last
-
-
-class PrefillRecorder:
-    """Proxy of the target during stock `_prefill`, which hands on the features of every chunk.
-
-    `_prefill` returns the last chunk's outputs only, and hooks on the target would be state that concurrent
-    calls see; this proxy is neither.
-
-    Attributes:
-        width: how many positions the last chunk had.
-        shift: `position_shift` of stock's first step after the prompt.
-        extra_inputs: what stock hands the target in that step that is not text.
-    """
-
-    def __init__(
-        self, target: PreTrainedModel, feed: PromptFeed, feature_layers: list[int], reads_embeddings: bool
-    ) -> None:
-        self._target = target
-        self._feed = feed
-        self._feature_layers = feature_layers
-        self._reads_embeddings = reads_embeddings
-        self.width = 0
-        self.shift: Tensor | None = None
-        self.extra_inputs: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._target, name)
-
-    def __call__(self, **inputs: Any) -> Any:
-        text_only = not extra_inputs(self._target, inputs)
-        merged = self._reads_embeddings and inputs.get("input_ids") is not None and not text_only
-        if not inputs.get("output_hidden_states"):
-            # Towers of images would take indices of layers for theirs.
-            inputs.update(features_request(self._feature_layers) if text_only else {"output_hidden_states": True})
-        with users_default():
-            outputs = self._target(**inputs)
-        ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
-        self.width = ran.shape[1]
-        features = gather_features(outputs, self._feature_layers, ran)
-        self._feed(features, merged_embeddings(self._target, outputs, ran) if merged else None)
-        return outputs
-
-    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        """Return False, so that `_prefill` does not compile the forward, which would bypass this recorder."""
-        return False
-
-    def prefill(
-        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], pads: list[int], total: int
-    ) -> Any:
-        """Stock prefill (prefix reuse, chunks) with this recorder in the model's place; its outputs.
-
-        Args:
-            pads: left padding of each row.
-            total: slots of prompt and cached prefix.
-
-        Raises:
-            ValueError: stock's next step has positions that rounds cannot follow.
-        """
-        outputs = type(self._target)._prefill(self, input_ids, generation_config, model_kwargs)
-        grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by any token
-        inputs, _ = next_inputs(self._target, grown, outputs, model_kwargs)
-        self.extra_inputs = {name: inputs[name] for name in extra_inputs(self._target, inputs)}
-        self.shift = position_shift(self._target, inputs.get("position_ids"), pads, total)
         return outputs
 
 
@@ -163,17 +141,14 @@ class Prefilled(NamedTuple):
     """Result of stock's prefill.
 
     Attributes:
-        outputs: of the last chunk, which had `width` positions.
-        features: [B, 1, F] of the last position.
-        shift: [..., B] how far positions that the target is told lie above a row's own; None if nowhere.
+        outputs: of the last chunk.
+        reader: that handed it to the drafter.
         kinds: of masks.
         cache: takes over from stock's.
     """
 
     outputs: Any
-    width: int
-    features: Tensor
-    shift: Tensor | None
+    reader: PromptReader
     kinds: list[MaskKind]
     cache: TargetCache
 
@@ -199,27 +174,18 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
     Raises:
         ValueError: the target turns out to keep a cache whose rounds cannot be undone.
     """
-    model, batch, layers = request.model, len(rows), request.drafter.feature_layers
-    tail = request.prompt[:, request.cached - request.total :]
-    if request.multimodal and not tail.is_floating_point():
-        # Ids of images may have no embedding: such models look up another token there before inserting the image's.
-        tail = torch.where(tail < model.get_input_embeddings().num_embeddings, tail, 0)
-    pads = [max(pad - request.cached, 0) for pad in request.pads]
-    feed = PromptFeed(request.drafter, drafter_state.state, tail, pads)
+    model = request.model
     with undone_on_failure(request.stock_cache):
-        recorder = PrefillRecorder(model, feed, layers, request.drafter.reads_embeddings)
-        outputs = recorder.prefill(
-            request.input_ids, request.generation_config, dict(request.model_kwargs), request.pads, request.total
-        )
-        last = feed.finish()
-        refuse_shifted(model, recorder.shift, request.most)
+        reader = PromptReader(request, drafter_state.state)
+        outputs = reader.prefill()
+        refuse_shifted(model, reader.shift, request.most)
         # Some layers get their class only when first used, and Phi-3 takes a new cache for long prompts.
         stock = refuse_cache(cache_after(model, outputs, request.stock_cache))
         refuse_compressed(stock, request.total)
         kinds = mask_kinds(model, stock)
-        nodes = request.tree_config.resolve_nodes(batch, rows.device.type)
+        nodes = request.tree_config.resolve_nodes(len(rows), rows.device.type)
         windows = layer_windows(model, stock) if request.windowed else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
         cache = TargetCache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
-        refuse_extra_inputs(model, cache, kinds, recorder.shift, recorder.extra_inputs)
-    return Prefilled(outputs, recorder.width, last, recorder.shift, kinds, cache)
+        refuse_extra_inputs(model, cache, kinds, reader.shift, reader.extra_inputs)
+    return Prefilled(outputs, reader, kinds, cache)

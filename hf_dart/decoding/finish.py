@@ -34,10 +34,10 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
         s.stats.trace.end(s.rows.steps)
     leave_generator(s, s.rows.steps)
     if s.request.returns_cache:
-        pending = [*s.drafter_runner.pending, s.seen, *_even_out(s, sequences)]
+        pending = [*s.pending, s.seen, *_even_out(s, sequences)]
         s.cache.write_back(s.rows.steps - 1)
-        runner = s.drafter_runner
-        leave(s.cache.stock, runner.drafter, runner.drafter_state, pending, s.request.first_slot, sequences.clone())
+        request = s.request
+        leave(s.cache.stock, request.drafter, s.drafter_state, pending, request.first_slot, sequences.clone())
     if not s.request.generation_config.return_dict_in_generate:
         return sequences
     return DartGenerateOutput(

@@ -185,7 +185,11 @@ def admit(
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
-    refuse_drafter(assistant)
+    if isinstance(assistant, nn.Module) and drops_out(assistant):
+        raise ValueError(
+            "The drafter is in train mode, where dropout moves the generator that tokens are drawn from; call its "
+            "eval() first."
+        )
     assistant.check_target(model)
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     pads = left_padding(mask, total, len(input_ids))
@@ -249,19 +253,6 @@ def refuse_in_seat(request: Request) -> None:
             raise ValueError(f"A seat takes calls of one row that draw nothing themselves, and this one {what}.")
 
 
-def refuse_drafter(drafter: Drafter[Any]) -> None:
-    """Raise for drafters that would draw from the generator that tokens are drawn from.
-
-    Raises:
-        ValueError: active dropout.
-    """
-    if isinstance(drafter, nn.Module) and drops_out(drafter):
-        raise ValueError(
-            "The drafter is in train mode, where dropout moves the generator that tokens are drawn from; call its "
-            "eval() first."
-        )
-
-
 def refuse_options(
     model: PreTrainedModel, generation_config: Any, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
 ) -> None:
@@ -272,6 +263,8 @@ def refuse_options(
     """
     config = generation_config
     mode = config.get_generation_mode()
+    # Processes that hold parts of the model would be kept in step by stock.
+    sharded = not alone() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         asked_by = [name for name in _OTHER_MODES if getattr(config, name, None)] or [f"num_beams={config.num_beams}"]
         raise ValueError(
@@ -285,7 +278,7 @@ def refuse_options(
         (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),
         (isinstance(kwargs.get("logits_to_keep"), Tensor), "logits_to_keep=tensor(...)", "a number"),
         (
-            synced_gpus or _is_sharded(model),
+            synced_gpus or sharded,
             "synced_gpus (FSDP or ZeRO-3 generation)",
             "a model that is whole on each process",
         ),
@@ -315,11 +308,6 @@ def _refuse_shapes(input_ids: Tensor, embeddings: Tensor | None, mask: Tensor | 
             f"An attention mask of shape {list(mask.shape)} does not fit a prompt of {rows} rows and "
             f"{prompt.shape[1]} tokens; give it one entry for each, and for each that is in the cache."
         )
-
-
-def _is_sharded(model: PreTrainedModel) -> bool:
-    """Return True if processes hold parts of the model, so that stock would keep them in step."""
-    return not alone() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
 
 def _refuse_soft_prompts(model: PreTrainedModel) -> None:

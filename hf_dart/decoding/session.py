@@ -20,7 +20,7 @@ from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
 from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
-from hf_dart.drafters.base import Drafter, Proposal, Score, Verified
+from hf_dart.drafters.base import Proposal, Score, Verified
 from hf_dart.models.features import states_at
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
@@ -65,65 +65,6 @@ class HiddenStates:
 
 
 @dataclass
-class DrafterRunner:
-    """Runner of the drafter: hands it verified positions, and asks it for drafts in rounds that are to have one.
-
-    Attributes:
-        drafter: what drafts.
-        drafter_state: its state, and what of the text that covers.
-        propose_with: how it is asked for a draft.
-        depth: tokens of a draft.
-        rows: the text of each row.
-        aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
-            generator, it moves nothing.
-        keeps: positions are to be kept for the drafter even if it will not be asked in this call.
-        pending: verified positions that it has not read, rounds having had no draft.
-    """
-
-    drafter: Drafter[Any]
-    drafter_state: DrafterState
-    propose_with: ProposeFunction
-    depth: int
-    rows: Rows
-    aside: Callable[[], AbstractContextManager[None]]
-    keeps: bool
-    pending: list[Verified] = field(default_factory=list)
-
-    def propose(self, seen: Verified, mode: str, score: Score) -> Proposal | None:
-        """Return the next draft; None if the round is to have none, or there is none.
-
-        Args:
-            seen: the positions that the last round verified.
-            score: how the tree will rank the drafter's candidates.
-            mode: how this round is drafted, one of `pace.MODES`.
-        """
-        if self.keeps:
-            self.pending.append(seen)
-        if mode == PAUSE:
-            return None
-        features, next_tokens, counts = joined(self.pending)
-        self.pending = []
-        with self.aside():
-            state = self.drafter_state.state
-            proposal = self.propose_with(state, features, next_tokens, counts, self.depth, score)
-        if proposal is not None:
-            self._hold_ended_rows(proposal)
-        return proposal
-
-    def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
-        """Return the draft after a second look at `tokens` [B, d] of the `first` one."""
-        with self.aside():
-            proposal = self.drafter.refine(self.drafter_state.state, first, tokens)
-        self._hold_ended_rows(proposal)
-        return proposal
-
-    def _hold_ended_rows(self, proposal: Proposal) -> None:
-        """Rows that are only filled up must not hold up the others."""
-        if self.rows.in_step and self.rows.fills_up and True in self.rows.ended:
-            proposal.force_token(self.rows.ended, self.rows.pad)
-
-
-@dataclass
 class Session:
     """The parts of one call. `seen` moves on with every round; the others stay, and keep their own state.
 
@@ -133,7 +74,11 @@ class Session:
         streaming: the streamer that gets its tokens.
         stats: what was done.
         pace: how rounds are drafted, and what they cost.
-        drafter_runner: the drafter's side.
+        drafter_state: of the drafter, and what of the text that covers.
+        propose_with: how the drafter is asked for a draft.
+        aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
+            generator, it moves nothing.
+        keeps: positions are to be kept for the drafter even if it will not be asked in this call.
         grower: from a draft to a tree.
         verify: the target's forward over a tree: a `Verifier`, or a captured one in its place.
         cache: what stays of it, round by round.
@@ -142,6 +87,7 @@ class Session:
         vocab_size: V of the target's logits.
         hidden_states: where the call returns them.
         seen: the positions that the last round verified, each with the token after it.
+        pending: verified positions that the drafter has not read, rounds having had no draft.
     """
 
     request: Request
@@ -149,7 +95,10 @@ class Session:
     streaming: Streaming
     stats: DraftStats
     pace: Pace
-    drafter_runner: DrafterRunner
+    drafter_state: DrafterState
+    propose_with: ProposeFunction
+    aside: Callable[[], AbstractContextManager[None]]
+    keeps: bool
     grower: TreeGrower
     verify: Any
     cache: TargetCache
@@ -158,6 +107,7 @@ class Session:
     vocab_size: int
     hidden_states: HiddenStates | None
     seen: Verified
+    pending: list[Verified] = field(default_factory=list)
 
     def noise_ahead(self, start: int, depth: int) -> Tensor | None:
         """Gumbel noise [B, depth, V] of tokens from `start` places after the text on; None if trees may not see it."""
@@ -194,17 +144,41 @@ class Session:
         accepted = self.walk(root, logits, self.limits())
         self.seen = self.rows.take(self.seen.features, accepted.path, accepted.counts)
 
+    def propose(self, mode: str) -> Proposal | None:
+        """Hand the drafter what was verified, and return its draft.
+
+        None if there is none, or the round is to have none by its `mode`, one of `pace.MODES`.
+        """
+        if self.keeps:
+            self.pending.append(self.seen)
+        if mode == PAUSE:
+            return None
+        seen, self.pending = joined(self.pending), []
+        with self.aside():
+            proposal = self.propose_with(self.drafter_state.state, *seen, self.grower.depth, self.score)
+        if proposal is not None:
+            self._hold_ended_rows(proposal)
+        return proposal
+
+    def _refine(self, first: Proposal, tokens: Tensor) -> Proposal:
+        """Return the draft after a second look at `tokens` [B, d] of the `first` one."""
+        with self.aside():
+            proposal = self.request.drafter.refine(self.drafter_state.state, first, tokens)
+        self._hold_ended_rows(proposal)
+        return proposal.within(self.vocab_size)
+
+    def _hold_ended_rows(self, proposal: Proposal) -> None:
+        """Rows that are only filled up must not hold up the others."""
+        if self.rows.in_step and self.rows.fills_up and True in self.rows.ended:
+            proposal.force_token(self.rows.ended, self.rows.pad)
+
     def grow(self, proposal: Proposal | None, budget: Budget) -> DraftTree:
         """Return the trees [B, N] of the coming round, ranked with the noise that their tokens will be drawn with."""
         ended = self.rows.ended if self.rows.in_step else None
         if proposal is None:
             return self.grower(None, None, budget.deepest, weights=budget.weights, ended=ended, copies=budget.copies)
         gumbel = self.noise_ahead(0, self.grower.depth)
-        chain = budget.mode == CHAIN
-
-        def refine(tokens: Tensor) -> Proposal:
-            return self.drafter_runner.refine(proposal, tokens).within(self.vocab_size)
-
+        chain, refine = budget.mode == CHAIN, partial(self._refine, proposal)
         drafted = proposal.within(self.vocab_size)
         return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.weights, ended, budget.copies)
 
@@ -247,9 +221,9 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             ran = read_prompt(request, rows, state)
         hidden_states = None
         if request.collects("output_hidden_states"):
-            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width)
+            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.reader.width)
         verify = Verifier(
-            request.model, ran.cache, ran.kinds, drafter.feature_layers, hidden_states is not None, ran.shift
+            request.model, ran.cache, ran.kinds, drafter.feature_layers, hidden_states is not None, ran.reader.shift
         )
         logits = ran.outputs.logits[:, -1:].to(rows.device)
         if noise is not None:
@@ -266,9 +240,10 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             streaming=streaming,
             stats=stats,
             pace=pace,
-            drafter_runner=DrafterRunner(
-                drafter, state, drafter.propose_ranked, depth, rows, aside, pace.ever_drafts or request.returns_cache
-            ),
+            drafter_state=state,
+            propose_with=drafter.propose_ranked,
+            aside=aside,
+            keeps=pace.ever_drafts or request.returns_cache,
             grower=TreeGrower(drafter, config, request.processors, rows.tokens, rows.device, rows.eos, pace.cost),
             verify=verify,
             cache=ran.cache,
@@ -277,7 +252,7 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             vocab_size=logits.shape[-1],
             hidden_states=hidden_states,
             # The prompt's last position waits for the token after it.
-            seen=Verified(ran.features, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
+            seen=Verified(ran.reader.last, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
         )
     return session, logits
 

@@ -63,7 +63,8 @@ def leave(
         pending: verified positions that the state has not taken in yet, up to the end of the cache.
         tokens: [B, S] in slots first .. first + S - 1; the cache holds all but the last.
     """
-    _left[cache] = _StateLeft(ref(drafter), state, pending, first, tokens, _first_keys(cache))
+    keys = _first_keys(cache)
+    _left[cache] = _StateLeft(ref(drafter), state, pending, first, tokens, None if keys is None else ref(keys))
 
 
 def resume_state(
@@ -89,16 +90,13 @@ def resume_state(
     if not torch.equal(tokens, input_ids[:, known - first : cached + 1 - first]):
         return None
     # If not all tokens can be compared, or images are among them, the cache must be the very one that was left.
-    if (known > 0 or left.state.multimodal) and (left.keys is None or left.keys() is not _first_layer(cache).keys):
+    if (known > 0 or left.state.multimodal) and (left.keys is None or left.keys() is not _first_keys(cache)):
         return None
     fits = drafter.resume(left.state.state, left.pending, left.state.lengths(cached))
     return left.state if fits else None
 
 
-def _first_layer(cache: Cache) -> Any:
-    return attention_layers(cache)[0]
-
-
-def _first_keys(cache: Cache) -> ref[Tensor] | None:
-    layer = _first_layer(cache) if attention_layers(cache) else None
-    return ref(layer.keys) if isinstance(layer, DynamicLayer) else None
+def _first_keys(cache: Cache) -> Tensor | None:
+    """Return the keys of the first layer; None where an update makes no new tensor of them."""
+    layer = next(iter(attention_layers(cache)), None)
+    return layer.keys if isinstance(layer, DynamicLayer) else None

@@ -48,7 +48,7 @@ class CapturedForward:
     def __call__(self, tree: DraftTree, limits: list[int] | None) -> tuple[Tensor, Tensor]:
         """Compute logits [B, N, V] and features [B, N, F] of a tree of at most N nodes; see `Verifier`.
 
-        On a GPU the next launch writes its own in the same place; a root's features may wait in `DrafterRunner`.
+        On a GPU the next launch writes its own in the same place; a root's features may wait in `Session`.
         """
         self.verifier.cache.prepare(self.nodes)
         self._roots.copy_(self.verifier.roots(limits))

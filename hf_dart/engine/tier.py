@@ -47,7 +47,7 @@ class Tier:
         request, batch = session.request, len(session.rows)
         self.slots, self.nodes, self._capture = slots, nodes, capture
         # What a round accepts, unless copied text goes on beyond the draft.
-        self._most = _filled_up(min(session.drafter_runner.depth + 1, nodes), least=1)
+        self._most = _filled_up(min(session.grower.depth + 1, nodes), least=1)
         self._session: Session | None = None
         self._shift = session.verify.shift
         with torch.inference_mode(False), torch.no_grad():
@@ -57,7 +57,7 @@ class Tier:
             self._draft_cache = None
             if drafts_on_fixed_shapes(session) and nodes > 1:
                 room = -(-(slots + self._most + MAX_DRAFT_LENGTH) // 8) * 8
-                state, zeros = session.drafter_runner.drafter_state.state, capture.memory.of("head")
+                state, zeros = session.drafter_state.state, capture.memory.of("head")
                 self._draft_cache = state.as_fixed(batch, room, state.lengths.device, zeros)
         self.forwards: dict[int, CapturedForward] = {}
         self.drafts: dict[int, CapturedDraft] = {}
@@ -70,18 +70,18 @@ class Tier:
     @contextmanager
     def taken_by(self, session: Session) -> Iterator[None]:
         """Let the rounds of a session that is loaded run on this tier, and bring its own caches to where they end."""
-        runner, rows = session.drafter_runner, _every_row(session)
-        cache, verify, state, propose = session.cache, session.verify, runner.drafter_state.state, runner.propose_with
+        rows, held = _every_row(session), session.drafter_state
+        cache, verify, state, propose = session.cache, session.verify, held.state, session.propose_with
         cache.release()  # its entries are on the tier now
         session.verify, session.cache = self, self._cache
         session.pace.fill_up(self._size_of)
         if self._draft_cache is not None:
-            runner.drafter_state.state, runner.propose_with = self._draft_cache, self.propose
+            held.state, session.propose_with = self._draft_cache, self.propose
         try:
             yield
         finally:
             taken, session.cache, session.verify, self._session = session.cache, cache, verify, None
-            runner.drafter_state.state, runner.propose_with = state, propose
+            held.state, session.propose_with = state, propose
             session.pace.fill_up(None)
             if session.request.returns_cache or not session.rows.finished:
                 cache.take_rows(taken, rows)
@@ -97,7 +97,7 @@ class Tier:
         if self._shift is not None:
             self._shift.copy_(session.verify.shift)
         if self._draft_cache is not None:
-            self._draft_cache.take_rows(session.drafter_runner.drafter_state.state, rows)
+            self._draft_cache.take_rows(session.drafter_state.state, rows)
 
     def _verifier(self, like: Verifier, cache: TargetCache) -> Verifier:
         return Verifier(like.target, cache, like.kinds, like.feature_layers, shift=self._shift)
@@ -111,9 +111,8 @@ class Tier:
         self._forward(1)
         if self._cache.states is not None:
             self._forward(self.nodes)  # modules with running states may not take trees of any size at once
-        runner = session.drafter_runner
         if self._draft_cache is not None:
-            self._draft(self._draft_cache, runner.depth, session.seen.features)
+            self._draft(self._draft_cache, session.grower.depth, session.seen.features)
 
     def difference(self, session: Session) -> float:
         """Return the difference of logits to the session's own forward, relative to the largest; 0 if it is rounding.

@@ -19,7 +19,7 @@ from hf_dart import TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.pace import PAUSE
-from hf_dart.decoding.session import DrafterRunner
+from hf_dart.decoding.session import Session
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
 from hf_dart.models.stock_steps import CACHE
@@ -218,7 +218,7 @@ def test_drafts_that_are_not_launched(fails: bool, monkeypatch: pytest.MonkeyPat
 
 def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head takes in the features of every token, though each launch of a graph writes in the place of the last."""
-    step, propose = CapturedForward.step, DrafterRunner.propose
+    step, propose = CapturedForward.step, Session.propose
     taken: list[torch.Tensor] = []
 
     def in_place(self: Any, run: Any) -> None:
@@ -229,13 +229,13 @@ def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> 
                 place.copy_(found)
             self._found = before
 
-    def watched(self: DrafterRunner, seen: Any, level: str, score: Any) -> Any:
+    def watched(self: Session, level: str) -> Any:
         if len(self.pending) > 1 and level != PAUSE:
             taken.append(torch.cat([features[0, :1] for features, _, _ in self.pending]))
-        return propose(self, seen, level, score)
+        return propose(self, level)
 
     monkeypatch.setattr(CapturedForward, "step", in_place)
-    monkeypatch.setattr(DrafterRunner, "propose", watched)
+    monkeypatch.setattr(Session, "propose", watched)
     target = tiny_target("llama")
     head = tiny_head(target, tree={"nodes": None})
     engine(target, head, first_tier=128)
