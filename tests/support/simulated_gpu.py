@@ -138,7 +138,7 @@ class SimulatedGpu:
             return func(*args, **kwargs)
         kind = _kind_of(func)
         if kind.composite:  # as it comes here in inference mode
-            with _Operations(self):
+            with _Operations():
                 return func.decompose(*args, **kwargs)
         if kind.name == "copy_" or kind.name in _BY_INDICES:
             self._check_transfer(func, kind.name, args, kwargs)
@@ -315,10 +315,7 @@ def _efficient_attention(
     key: Tensor,
     value: Tensor,
     bias: Tensor | None,  # [B, H, Q, S]
-    compute_log_sumexp: bool,
-    dropout: float = 0.0,
-    causal: bool = False,
-    *,
+    *_: Any,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What the memory-efficient kernel computes, and what it refuses."""
@@ -338,7 +335,7 @@ def _efficient_attention(
         steps = [step for step, size in zip(bias.stride()[:-1], bias.shape[:-1], strict=True) if size > 1]
         if bias.stride(-1) != 1 or any(step % fits for step in steps) or bias.storage_offset() % fits:
             raise RuntimeError("attn_bias is not correctly aligned (strideM)")
-    mixed = torch._scaled_dot_product_attention_math(query, key, value, bias, dropout, causal, scale=scale)[0]
+    mixed = torch._scaled_dot_product_attention_math(query, key, value, bias, scale=scale)[0]
     none = query.new_empty(0)
     return mixed, none, none.long(), none.long()
 
@@ -346,26 +343,18 @@ def _efficient_attention(
 class _Operations(TorchDispatchMode):
     """Operations that make tensors on the device from nothing, or work on some."""
 
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        super().__init__()
-        self._gpu = gpu
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self._gpu.run(func, args, kwargs or {})
+        return _current().run(func, args, kwargs or {})
 
 
 class _Calls(TorchFunctionMode):
     """Calls of PyTorch's Python functions that would go to CUDA past the dispatcher."""
 
-    def __init__(self, gpu: SimulatedGpu) -> None:
-        super().__init__()
-        self._gpu = gpu
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         special = _SPECIAL.get(func)
         if special is not None:
-            return special(self._gpu, func, args, kwargs)
+            return special(_current(), func, args, kwargs)
         named = kwargs.get("device")
         if named is not None and torch.device(named).type == "cpu":  # zeros_like(x, device="cpu")
             args = _mapped(_host, args)
@@ -499,7 +488,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
-            with _Calls(gpu), _Operations(gpu):
+            with _Calls(), _Operations():
                 yield gpu
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
