@@ -62,7 +62,6 @@ def test_a_tree_reaches_the_callable(target: Any, attached: bool) -> None:
         tree = TreeConfig(nodes=nodes, lookup=0)
         target.generate(**INPUTS, **GREEDY, custom_generate=head.generate, tree_config=tree)
         stats = head.last_stats
-        assert stats is not None
         assert stats.rounds > 1
         assert stats.drafted == (nodes - 1) * (stats.rounds - stats.plain_rounds)
         assert stats.plain_rounds == stats.rounds if nodes == 1 else stats.plain_rounds <= 1

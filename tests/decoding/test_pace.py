@@ -205,7 +205,6 @@ def test_says_once_that_drafts_do_not_pay(caplog: pytest.LogCaptureFixture) -> N
     for _ in range(2):
         target.generate(**inputs, assistant=head, max_new_tokens=90, tree_config=config)
         stats = head.last_stats
-        assert stats is not None
         assert stats.paused_rounds > 64
         assert stats.to_dict()["paused_rounds"] == stats.paused_rounds
     assert len(said(caplog)) == 1
@@ -241,7 +240,6 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
         tree = TreeConfig(nodes=1)
         text = target.generate(**prompts([9]), **options, assistant=head, max_new_tokens=12, tree_config=tree)
     stats = head.last_stats
-    assert stats is not None
     assert (stats.tau, stats.drafted, stats.paused_rounds) == (1.0, 0, stats.rounds)
     if keeps:  # what was not drafted after is taken in by the next turn
         ids = text.sequences
@@ -287,7 +285,6 @@ def test_kinds_of_calls() -> None:
     def tries(**options: Any) -> int:
         assert_identical(target, head, prompts([9]), max_new_tokens=20, tree_config=config, **options)
         stats = head.last_stats
-        assert stats is not None
         return stats.rounds - stats.paused_rounds
 
     assert tries(**sampled) > 0
@@ -333,13 +330,11 @@ def test_a_loop_is_copied_and_not_drafted(lengths: list[int], monkeypatch: pytes
     config = TreeConfig(draft_cost=0.2, node_cost=0.02)
     assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=240, tree_config=config)
     stats = head.last_stats
-    assert stats is not None
     assert stats.tau > 3
     assert stats.paused_rounds > 0.5 * stats.rounds
     assert len(taken) == stats.rounds - stats.paused_rounds
     apart = TreeConfig(draft_cost=0.0, node_cost=0.0, lookup=0)
     assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=40, tree_config=apart)
-    assert head.last_stats is not None
     assert head.last_stats.paused_rounds == 0
 
 

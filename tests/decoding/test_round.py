@@ -60,7 +60,6 @@ def test_the_files_of_a_round(entered: list[set[str]]) -> None:
     steady = entered[len(entered) // 2]
     part = LIST.read_text(encoding="utf8").split("### Where to start reading\n")[1].split("\n### ")[0]
     steps = re.search(r"^1\. .*?(?=\n\n)", part, re.DOTALL | re.MULTILINE)
-    assert steps is not None
     listed = re.findall(r"\]\(hf_dart/([\w/]+\.py)\)", steps[0])
     assert len(listed) == len(set(listed))
     print(f"A round enters {len(steady)} files of hf_dart.")

@@ -191,7 +191,6 @@ def test_every_position_is_handed_over_once(family: str) -> None:
         cache = DynamicCache(config=target.config)
         texts.append(run(target, inputs, 0, **{CACHE: cache}, **options, **words, **drafting).sequences)
     assert torch.equal(*texts)
-    assert drafter.last_stats is not None
     slow, ahead = (1 + sum(counts) for counts in zip(*drafter.last_stats.committed, strict=True))
     assert slow == texts[0].shape[1] - 7 < ahead
     run(target, behind(inputs, texts[0]), 0, **{CACHE: cache}, assistant=drafter, **MODES["greedy"])

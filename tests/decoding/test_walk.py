@@ -48,7 +48,6 @@ def test_both_walks_give_stocks_tokens(mode: str, size: int, everywhere: bool, m
         choose_everywhere(monkeypatch)
     inputs = prompts([7, 3, 9, 5][:size])
     assert_identical(target, head, inputs, max_new_tokens=24, **OPTIONS[mode])
-    assert head.last_stats is not None
     assert head.last_stats.drafted > 0
 
 

@@ -123,7 +123,6 @@ def test_trees_follow_the_branches(llama: tuple[Any, EagleDrafter]) -> None:
     _, proposal = draft_behind(target, drafter, prompts([9])["input_ids"])
     scores, candidates = proposal.logits.log_softmax(-1).topk(6)
     table = drafter.transitions(proposal, torch.tensor([3]), candidates, scores)
-    assert table is not None
     assert torch.equal(table[:, 0], scores[:, 0, None].expand(-1, 6, -1))
     for level in range(1, drafter.draft_length):
         together = scores[0, level].exp().sum()

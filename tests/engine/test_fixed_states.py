@@ -128,7 +128,6 @@ def test_captured_forwards_of_several_sizes() -> None:
         assert_identical_up_to_near_ties(target, head, inputs, into=into, label="sizes", **options)
         assert head.last_stats.tau > 1.3
     (tier,) = made.tiers
-    assert tier is not None
     assert len(tier.forwards) > 2
 
 

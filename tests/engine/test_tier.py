@@ -40,7 +40,6 @@ def test_what_another_call_left_is_not_read() -> None:
     assert_identical(target, head, prompts([4]), **GREEDY)
     target.generate(**prompts([20]), assistant=head, **GREEDY)
     (tier,) = made.tiers
-    assert tier is not None
     assert tier._draft_cache is not None
     held = [part.store.buffer(0) for part in (tier._cache.entries, tier._draft_cache)]
     assert all(buffer.isnan().any() for buffer in held)
@@ -201,7 +200,6 @@ def test_drafts_that_are_not_launched(fails: bool, monkeypatch: pytest.MonkeyPat
         drafts.append(1)
         if len(drafts) == 2 and not fails:
             (tier,) = made.tiers
-            assert tier is not None
             tier._most = 1
         if len(drafts) == 3 and fails:
             raise torch.OutOfMemoryError("no room left")

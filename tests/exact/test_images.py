@@ -55,11 +55,9 @@ def test_two_rows_with_images(family: str) -> None:
     blind = run(target, {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}, 0, **GREEDY)
     assert not torch.equal(blind.sequences, drafter.sequences), "images were to matter"
     assert_identical(target, drafter, inputs, into=SEEN, **GREEDY)
-    assert drafter.last_stats is not None
     assert drafter.last_stats.tau > 2
     head = tiny_head(target)
     assert_identical(target, head, inputs, into=SEEN, **SAMPLED)
-    assert head.last_stats is not None
     assert head.last_stats.tau > 1.3
 
 

@@ -16,7 +16,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def compare() -> ModuleType:
     spec = spec_from_file_location("diffusion_compare", ROOT / "examples" / "diffusion_drafter" / "compare.py")
-    assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)
     # Its dataclasses look their module up.

@@ -150,7 +150,6 @@ def test_the_training_is_told_by_the_trainer(tmp_path: Path) -> None:
     recipe = {"target": f"{home}/llama", "train_data": [f"{home}/mails.jsonl", "me/data"], "output_dir": f"{home}/x"}
     (tmp_path / "final" / TRAINING_RECORD).write_text(json.dumps({**record, "recipe": recipe}), encoding="utf8")
     private = HeadFacts.read(tmp_path / "final")
-    assert private.training is not None
     assert private.training["recipe"] == {"target": "llama", "train_data": ["mails.jsonl", "me/data"]}
     assert "train_data:\n- mails.jsonl\n- me/data" in render_card(private)
     trainer.recipe = recipe

@@ -212,7 +212,6 @@ def test_a_trainer_pushes_its_head_with_a_card(alice: Hub, tmp_path: Path) -> No
     trainer = training.tiny_trainer(tmp_path / "run-7", training.tiny_head(target), target, rows, max_steps=2)
     trainer.train()
     commit = trainer.push_to_hub(license="mit")
-    assert commit is not None
     assert alice.repositories["alice/run-7"].messages[commit.oid] == "End of training"
     card = card_of(alice, "alice/run-7")
     assert "# run-7\n" in card

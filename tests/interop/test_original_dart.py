@@ -78,7 +78,6 @@ def test_text_is_stocks(target: Any, tmp_path: Path, mode: str, size: int) -> No
     head = load(original_checkpoint(tmp_path, target, draft_vocab_size=48 if size == 1 else 40), target)
     inputs = prompts([7] if size == 1 else [9, 3, 7, 13])
     assert_identical(target, head, inputs, **MODES[mode], max_new_tokens=16, into=TALLY)
-    assert head.last_stats is not None
     assert head.last_stats.drafted > 0
 
 

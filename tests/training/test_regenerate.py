@@ -183,7 +183,6 @@ def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
             if message["role"] != "assistant" or at == 0:
                 assert message["content"] in {"Hello.", "Try it.", *(m["content"] for m in CONVERSATION)}
                 continue
-            assert writer.chat is not None
             prompt = writer.tokenizer(writer.chat.render(messages[:at], prompt=True), return_tensors="pt")["input_ids"]
             written = writer.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
             assert message["content"] == writer.tokenizer.decode(written, skip_special_tokens=True)

@@ -60,7 +60,6 @@ def test_the_size_is_that_of_most_tokens_per_cost() -> None:
         rates = []
         for nodes in range(1, 24):
             tree = grow_on_host(candidates, nodes=nodes)
-            assert tree.scores is not None
             expected = sum(exp(score) for row in tree.scores.tolist() for score in row)
             rates.append(expected / cost.of(nodes))
         best = grow_on_host(candidates, nodes=23, cost=cost)
@@ -87,7 +86,6 @@ def test_costs_change_no_token(tmp_path: Path, options: dict[str, Any]) -> None:
     committed = []
     for _ in range(2):
         assert_identical(target, head, prompts([9, 3]), **options, max_new_tokens=20)
-        assert head.last_stats is not None
         committed.append((head.last_stats.committed, head.last_stats.drafted))
     assert committed[0] == committed[1]
     assert committed[0][1] > 0

@@ -167,7 +167,6 @@ def test_levels_that_cost_are_as_few_as_pay() -> None:
         cost = RoundCost(0.1, np.linspace(1, 1.5, 20), level)
 
         def rate(tree: DraftTree, cost: RoundCost = cost) -> float:
-            assert tree.scores is not None
             return float(tree.scores.exp().sum()) / cost.of(tree.size, tree.max_depth)
 
         rates = []

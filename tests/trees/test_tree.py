@@ -41,6 +41,5 @@ def test_a_tree_that_is_filled_up() -> None:
     assert wide.depths.tolist() == [[0, 1, 2, 0, 0, 0]]
     assert torch.equal(wide.ancestors[0, :3, :3], tree.ancestors[0])
     assert wide.ancestors[0, 3:].tolist() == torch.eye(6, dtype=torch.bool)[3:].tolist()
-    assert wide.scores is not None
     assert wide.scores[0, 3:].tolist() == [-torch.inf] * 3
     assert tree.padded(3) is tree
