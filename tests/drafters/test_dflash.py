@@ -1,23 +1,29 @@
-"""Published DFlash drafters: logits as the published forward gives them, and text as stock gives it."""
+"""Published DFlash drafters: logits as their code gives them, text as stock gives it, and files read strictly."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from safetensors.torch import save as save_tensors
 from support.cases import MODES
+from support.checkpoints import save
 from support.compare import assert_identical, run, tally
-from support.guests import ASSISTANT, ZLAB, dflash_config, dflash_drafter, dflash_tensors, published
-from support.tiny import prompts, tiny_target
+from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_drafter, dflash_tensors, published
+from support.hub import Hub, Repository, sha256
+from support.hub import hub as hub
+from support.letters import letters
+from support.sentences import not_read
+from support.tiny import VOCABULARY, prompts, tiny_target
 from torch import Tensor
 from transformers import MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
-from hf_dart.decoding.candidate_generator import DartCandidateGenerator
-from hf_dart.drafters.dflash.drafter import DFlashDrafter
+from hf_dart import DartCandidateGenerator, DFlashDrafter, TreeConfig, load_drafter
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.verify import features_request, gather_features
 
@@ -170,3 +176,197 @@ def test_frequencies_are_not_rounded_with_the_weights(target: Any, tmp_path: Pat
     drafter.bfloat16()
     assert drafter._frequencies.dtype == torch.float32
     assert torch.equal(drafter._frequencies, before)
+
+
+# ---- files that are damaged, hostile, of another kind or for another target -----------------------------------
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+
+
+def load(path: Path | str, target: Any, **options: Any) -> DFlashDrafter:
+    return DFlashDrafter.from_pretrained(str(path), target=target, **options)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "DFlash2 without its weights": (ZLAB, {"architectures": ["DFlash2DraftModel"]}, "candidate_selector"),
+    "DFlash with parts of DFlash2": (ZLAB, {"dflash_config__selector_rank": 256}, "selector_rank"),
+    "DSpark without its weights": (ZLAB, {"architectures": ["DSparkDraftModel"]}, "markov_head"),
+    "another architecture": (ZLAB, {"architectures": ["DFlashDominoModel"]}, "DFlashDominoModel"),
+    "a state along the path": (
+        ZLAB, {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type"
+    ),
+    "groups that do not fit": (
+        ZLAB, {"architectures": ["DFlash2DraftModel"], "dflash_config__conv_group_size": 7}, "conv_group_size"
+    ),
+    "an adapter between widths": (ZLAB, {"dflash_config__target_hidden_size": 64}, "target_hidden_size"),
+    "no architecture": (ZLAB, {"architectures": None}, "architectures None"),
+    "another backbone": (ZLAB, {"model_type": "llama"}, 'model_type: "llama"'),
+    "domino": (ZLAB, {"dflash_config__projector_type": "domino"}, "projector_type"),
+    "latent attention": (ZLAB, {"dflash_config__attention_mode": "mla"}, "attention_mode"),
+    "an unknown field": (ZLAB, {"layer_scale": 0.5}, "layer_scale"),
+    "an unknown field inside": (ZLAB, {"dflash_config__use_swa": True}, "use_swa"),
+    "no mask token": (ZLAB, {"dflash_config__mask_token_id": None}, "mask_token_id"),
+    "no taps": (ZLAB, {"dflash_config__target_layer_ids": None}, "target_layer_ids"),
+    "a tap twice": (ZLAB, {"dflash_config__target_layer_ids": [1, 1]}, "target_layer_ids"),
+    "a tap behind the target": (ZLAB, {"dflash_config__target_layer_ids": [0, 2]}, "target_layer_ids"),
+    "two block sizes": (ZLAB, {"dflash_config__block_size": 8}, "contradicts"),
+    "two mask tokens": (ZLAB, {"mask_token_id": 3}, "contradicts"),
+    "causal and not": (ZLAB, {"is_causal": False, "dflash_config__causal": True}, "contradicts"),
+    "causal as a number": (ZLAB, {"is_causal": 1}, "causal"),
+    "a block of one": (ZLAB, {"block_size": 1}, "block_size"),
+    "two thetas": (ZLAB, {"rope_scaling": None, "rope_parameters": {"rope_theta": 5.0}}, "contradicts"),
+    "no theta": (ZLAB, {"rope_theta": None}, "rope_theta"),
+    "rotations that change with the length": (ZLAB, {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
+    "a window without a size": (ZLAB, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+    "a layer too many": (ZLAB, {"num_hidden_layers": 3}, "layer_types"),
+    "heads that do not share": (ZLAB, {"num_key_value_heads": 3}, "multiple"),
+    "a width beyond all memory": (ZLAB, {"hidden_size": 2**19}, "shape"),
+    "layers beyond all memory": (ZLAB, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "an assistant of another kind": (ASSISTANT, {"architectures": ["Gemma4Assistant"]}, "architectures"),
+    "an assistant without a block size": (ASSISTANT, {"block_size": None}, "block_size"),
+    "an assistant's unknown field": (ASSISTANT, {"conv_width": 4}, "conv_width"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
+    style, changes, words = WRONG[name]
+    good = dflash_config(target, style)
+    save(tmp_path, dflash_config(target, style, **changes), dflash_tensors(good))
+    not_read(lambda: load(tmp_path, target), words)
+
+
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"norm.weight": None}, "norm.weight"),
+    "unknown": ({"embed_tokens.weight": torch.zeros(2, 2)}, "embed_tokens.weight"),
+    "of another shape": ({"fc.weight": torch.zeros(4, 4)}, "fc.weight"),
+    "of another rank": ({"norm.weight": torch.zeros(32, 1)}, "norm.weight"),
+    "no number with a point": ({"norm.weight": torch.zeros(32, dtype=torch.int64)}, "I64"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str) -> None:
+    changes, words = TENSORS[name]
+    config = dflash_config(target, ZLAB)
+    tensors = {**dflash_tensors(config), **changes}
+    save(tmp_path, config, {key: value for key, value in tensors.items() if value is not None})
+    not_read(lambda: load(tmp_path, target), words)
+
+
+def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
+    not_read(lambda: load(tmp_path / "nowhere", target), "no folder")
+    not_read(lambda: load("nowhere/at/all", target), "There is no folder nowhere/at/all")
+    (tmp_path / "empty").mkdir()
+    not_read(lambda: load(tmp_path / "empty", target), "no config.json")
+    with pytest.raises(OSError, match="cannot be reached"):
+        DFlashDrafter.from_pretrained("someone/dflash", target=target)
+    path = Path(dflash_checkpoint(tmp_path / "one", target, ZLAB))
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    not_read(lambda: load(path, target), "safetensors")
+    for file in ("../one.safetensors", "/elsewhere/one.safetensors", "pytorch_model.bin", 3):
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": file}}))
+        not_read(lambda: load(path, target), "model.safetensors.index.json")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"norm.weight": "b.safetensors"}}')
+    not_read(lambda: load(path, target), "lacks a file")
+    (path / "model.safetensors.index.json").write_text("[]")
+    not_read(lambda: load(path, target), "JSON")
+    (path / "model.safetensors").write_bytes(weights[:-8])
+    not_read(lambda: load(path, target), "truncated")
+    (path / "config.json").write_text('{"a": 1, "a": 2}')
+    not_read(lambda: load(path, target), "twice")
+    (path / "config.json").write_text("[" * 100_000)
+    not_read(lambda: load(path, target), "cannot be read")
+
+
+def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
+    config = dflash_config(target, ZLAB)
+    tensors = dflash_tensors(config)
+    save(tmp_path, config, tensors)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({"norm.weight": torch.zeros(32)}, tmp_path / "b.safetensors")
+    index = {"weight_map": {**dict.fromkeys(tensors, "a.safetensors"), "norm.weight": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    not_read(lambda: load(tmp_path, target), "twice")
+
+
+@pytest.mark.parametrize(
+    ("style", "changed_target", "words"),
+    [
+        (ZLAB, {"hidden_size": 64}, "hidden size"),
+        pytest.param(ZLAB, {"num_hidden_layers": 3}, "number of layers", marks=pytest.mark.matrix),
+        pytest.param(ZLAB, {"vocab_size": 64}, "embedding table", marks=pytest.mark.matrix),
+        (ASSISTANT, {"num_hidden_layers": 1}, "layers"),
+        (ASSISTANT, {"vocab_size": 40}, "tokens"),
+    ],
+)
+def test_a_drafter_of_another_target(
+    target: Any, tmp_path: Path, style: str, changed_target: dict[str, int], words: str
+) -> None:
+    path = dflash_checkpoint(tmp_path, target, style)
+    other = tiny_target("qwen3", **changed_target)
+    not_read(lambda: load(path, other), words)
+    assert "generate" not in vars(other)
+    drafter = load(path, target)
+    not_read(lambda: other.generate(**prompts([5]), **GREEDY, custom_generate=drafter.generate), words)
+    drafter.tree_config = TreeConfig(nodes=8)
+    assert_identical(target, drafter, prompts([7]), **GREEDY)
+
+
+def test_a_mask_token_in_use(target: Any, tmp_path: Path) -> None:
+    path = dflash_checkpoint(tmp_path, target, ZLAB, dflash_config__mask_token_id=7)
+    not_read(lambda: load(path, target, tokenizer=letters("abcdefgh")), "'h'")
+    assert load(path, target, tokenizer=letters("abcdefg")).shape.mask_token_id == 7
+    added = letters("abcdefg")
+    added.add_special_tokens({"mask_token": "<|MASK|>"})
+    assert added.convert_tokens_to_ids("<|MASK|>") == 7
+    assert load(path, target, tokenizer=added).shape.mask_token_id == 7
+
+
+def test_the_kind_is_told_by_the_config(target: Any, tmp_path: Path) -> None:
+    for style in (ZLAB, ASSISTANT):
+        path = dflash_checkpoint(tmp_path / style, target, style)
+        assert isinstance(load_drafter(path, target=target), DFlashDrafter)
+
+
+def test_weights_of_nan_change_no_token(target: Any, tmp_path: Path) -> None:
+    config = dflash_config(target, ZLAB)
+    tensors = dflash_tensors(config)
+    tensors["fc.weight"][:] = torch.nan
+    drafter = load(save(tmp_path, config, tensors), target)
+    drafter.tree_config = TreeConfig(nodes=8)
+    assert_identical(target, drafter, prompts([7, 3]), **GREEDY)
+    assert_identical(target, drafter, prompts([7, 3]), do_sample=True, max_new_tokens=16)
+    assert target.config.vocab_size == VOCABULARY
+
+
+def test_from_the_hub(target: Any, tmp_path: Path, hub: Hub) -> None:
+    """Config and shards are fetched, and nothing else; least of all the code that lies beside them."""
+    config = dflash_config(target, ZLAB)
+    tensors = dflash_tensors(config)
+    path = Path(save(tmp_path / "here", config, tensors))
+    shards = {"a.safetensors": [*tensors][:5], "b.safetensors": [*tensors][5:]}
+    index = {"weight_map": {name: shard for shard, names in shards.items() for name in names}}
+    files = {
+        "config.json": (path / "config.json").read_bytes(),
+        **{shard: save_tensors({name: tensors[name] for name in names}) for shard, names in shards.items()},
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "dflash.py": b"raise SystemExit",
+    }
+    hub.objects |= {sha256(files[shard]): files[shard] for shard in shards}  # large files lie elsewhere
+    hub.repositories["lab/dflash"] = Repository()
+    hub.repositories["lab/dflash"].commit("main", None, files, "all")
+    drafter = DFlashDrafter.from_pretrained("lab/dflash", target=target)
+    local = DFlashDrafter.from_pretrained(str(path), target=target)
+    assert all(torch.equal(drafter.state_dict()[name], tensor) for name, tensor in local.state_dict().items())
+    assert not any("dflash.py" in request for request in hub.requests)
+    for words, changes in (("model.safetensors", {**shards, "model.safetensors.index.json": None}),
+                           ("config.json", {"config.json": None})):  # fmt: skip
+        less = {name: content for name, content in files.items() if name not in changes}
+        name = f"lab/{words}"
+        hub.repositories[name] = Repository()
+        hub.repositories[name].commit("main", None, less, "less")
+        not_read(lambda name=name: DFlashDrafter.from_pretrained(name, target=target), words)
+    not_read(lambda: DFlashDrafter.from_pretrained("lab/nothing", target=target), "no repository")

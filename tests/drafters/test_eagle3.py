@@ -1,24 +1,38 @@
-"""Published EAGLE-3 heads: logits as their own code gives them, and text as stock gives it."""
+"""Published EAGLE-3 heads: logits as their own code gives them, text as stock gives it, and files read strictly."""
 
 from __future__ import annotations
 
 import json
 import logging
+import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from support.cases import GREEDY, SAMPLED, batch
 from support.checkpoints import reordered, save
 from support.compare import assert_identical, tally
-from support.eagle3 import JOINED, PEAGLE, VARIANTS, eagle3_config, eagle3_tensors, forward, variant
+from support.eagle3 import (
+    JOINED,
+    MODELOPT,
+    ORIGINAL,
+    PEAGLE,
+    SPECULATORS,
+    VARIANTS,
+    eagle3_config,
+    eagle3_tensors,
+    forward,
+    variant,
+)
 from support.heads import drafts, peagle_head
 from support.letters import letters
+from support.sentences import not_read
 from support.tiny import prompts, tiny_target
 
-from hf_dart import DartHead, EagleDrafter, TreeConfig, load_drafter
+from hf_dart import DartHead, EagleDrafter, LanguageModelDrafter, TreeConfig, load_drafter
 from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.interop.vllm import write_vllm
@@ -185,6 +199,216 @@ def test_on_the_command_line(target: Any, tmp_path: Path, capsys: pytest.Capture
     card = (tmp_path / "pushed" / "README.md").read_text()
     assert "license: mit" in card
     assert "| published as | `head`, in another format |" in card
+
+
+# ---- files that are damaged, hostile, of another kind or for another target -----------------------------------
+
+
+FIRST = {ORIGINAL: "midlayer", MODELOPT: "layers.0", SPECULATORS: "layers.0"}
+
+
+def checkpoint(folder: Path, target: Any, style: str = ORIGINAL, pickled: bool = False, **changes: Any) -> Path:
+    """With the weights of the unchanged config."""
+    tensors = eagle3_tensors(eagle3_config(target, style), first=FIRST[style])
+    save(folder, eagle3_config(target, style, **changes), tensors, pickled=pickled)
+    return folder
+
+
+def load(folder: Path, target: Any) -> EagleDrafter:
+    return load_drafter(str(folder), target=target)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another activation": (ORIGINAL, {"hidden_act": "gelu"}, "hidden_act"),
+    "an unknown field": (ORIGINAL, {"logit_scale": 0.5}, "logit_scale"),
+    "quantized": (ORIGINAL, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "no vocabulary": (ORIGINAL, {"vocab_size": None}, "vocab_size"),
+    "more scored than there are": (ORIGINAL, {"draft_vocab_size": 49}, "draft_vocab_size"),
+    "heads that do not share": (ORIGINAL, {"num_key_value_heads": 3}, "num_key_value_heads"),
+    "more heads than rows": (ORIGINAL, {"num_attention_heads": 3}, "num_attention_heads"),
+    "a width beyond all memory": (ORIGINAL, {"hidden_size": 2**19}, "hidden size 524288"),
+    "an MLP beyond all memory": (ORIGINAL, {"intermediate_size": 2**23}, "shape"),
+    "an unknown rotation": (ORIGINAL, {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type"),
+    "no factor": (ORIGINAL, {"rope_scaling": {"type": "linear"}}, "factor"),
+    "a norm that is not there": (ORIGINAL, {"norm_before_fc": True}, "input_norm.weight"),
+    "two kinds of norm": (ORIGINAL, {"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
+    "biases that are not there": (ORIGINAL, {"attention_bias": True}, "attention_bias"),
+    "a norm as a number": (ORIGINAL, {"norm_output": 1}, "norm_output"),
+    "another tapped width": (ORIGINAL, {"target_hidden_size": 16}, "hidden size 16"),
+    "a vocabulary of another size": (ORIGINAL, {"vocab_size": 64, "draft_vocab_size": 48}, "64 rows"),
+    "an EAGLE-1 head": (MODELOPT, {"eagle_config__use_aux_hidden_state": False}, "use_aux_hidden_state"),
+    "Medusa's heads": (MODELOPT, {"eagle_config__parallel_draft_step": 4}, "parallel_draft_step"),
+    "an unknown field inside": (MODELOPT, {"eagle_config__gate": True}, "gate"),
+    "a tap after the target": (MODELOPT, {"eagle_config__eagle_aux_hidden_state_layer_ids": [0, 1, 7]}, "layer_ids"),
+    "taps counted in two ways": (MODELOPT, {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}, "contradicts"),
+    "a tap twice": (SPECULATORS, {"eagle_aux_hidden_state_layer_ids": [1, 1, 2]}, "layer_ids"),
+    "the last tap": (SPECULATORS, {"eagle_aux_hidden_state_layer_ids": [1, 2, 8]}, "layer_ids"),
+    "a tap too many": (SPECULATORS, {"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]}, "fc.weight"),
+    "another backbone": (SPECULATORS, {"model_type": "mixtral"}, "model_type"),
+    "a layer too many": (SPECULATORS, {"num_hidden_layers": 2}, "layers.1"),
+    "layers beyond all memory": (SPECULATORS, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "an unknown field of the layer": (SPECULATORS, {"transformer_layer_config__num_experts": 4}, "num_experts"),
+    "a layer of another type": (SPECULATORS, {"rope_parameters": [1]}, "rope_parameters"),
+    "a window without a size": (SPECULATORS, {"layer_types": ["sliding_attention"]}, "sliding_window"),
+    "another algorithm": (SPECULATORS, {"speculators_config__algorithm": "eagle9"}, "algorithm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
+    style, changes, words = WRONG[name]
+    not_read(lambda: load(checkpoint(tmp_path, target, style, **changes), target), words)
+
+
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"norm.weight": None}, "norm.weight"),
+    "unknown": ({"midlayer.gate.weight": torch.zeros(2, 2)}, "midlayer.gate.weight"),
+    "of another shape": ({"fc.weight": torch.zeros(4, 4)}, "fc.weight"),
+    "of another rank": ({"norm.weight": torch.zeros(32, 1)}, "norm.weight"),
+    "no number with a point": ({"norm.weight": torch.zeros(32, dtype=torch.int64)}, "I64"),
+    "a token beyond the vocabulary": ({"d2t": torch.full((20,), 40)}, "beyond the vocabulary"),
+    "a token below 0": ({"d2t": torch.full((20,), -5)}, "beyond the vocabulary"),
+    "a token twice": ({"d2t": -torch.arange(20) + 3}, "twice"),
+    "other tokens marked": ({"d2t": torch.arange(20)}, "different tokens"),
+    "no d2t": ({"d2t": None}, "d2t"),
+    "d2t in floats": ({"d2t": torch.zeros(20)}, "F32"),
+}
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str, pickled: bool) -> None:
+    changes, words = TENSORS[name]
+    config = eagle3_config(target, draft_vocab_size=20)
+    tensors = {**eagle3_tensors(config), **changes}
+    tensors = {key: value for key, value in tensors.items() if value is not None}
+    save(tmp_path, config, tensors, pickled=pickled)
+    not_read(lambda: load(tmp_path, target), words)
+
+
+class Hostile:
+    """Runs when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (Path(self.mark),)
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = str(mark)
+
+
+def test_pickles_that_are_not_opened(target: Any, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "a", target, pickled=True)
+    load(folder, target)
+    file, mark = folder / "pytorch_model.bin", tmp_path / "mark"
+    good = torch.load(file, weights_only=True)
+    bad: dict[str, Any] = {
+        "code": {**good, "x": Hostile(mark)},
+        "bytes": {**good, "x": bytearray(10)},
+        "numbers": {**good, "x": 3},
+        "a list": list(good.values()),
+        "names that are none": {**good, 7: good["fc.weight"]},
+        "sparse": {**good, "fc.weight": good["fc.weight"].to_sparse()},
+        "a view of one number": {**good, "fc.weight": torch.zeros(1, dtype=torch.float64).expand(32, 96)},
+        "a module": torch.nn.Linear(2, 2),
+    }
+    for name, content in bad.items():
+        torch.save(content, file)
+        not_read(lambda: load(folder, target), "pytorch_model.bin")
+        assert not mark.exists(), name
+    file.write_bytes(pickle.dumps({"x": Hostile(mark)}))
+    not_read(lambda: load(folder, target), "damaged")
+    torch.save(good, file, _use_new_zipfile_serialization=False)
+    not_read(lambda: load(folder, target), "damaged")
+    torch.save(good, file)
+    with zipfile.ZipFile(file) as archive:
+        parts = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part)
+    not_read(lambda: load(folder, target), "as torch.save writes it")
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, part in parts.items():
+            archive.writestr(name, part + b"." * 2**25 if name.endswith("data.pkl") else part)
+    not_read(lambda: load(folder, target), "names its tensors in")
+    assert not mark.exists()
+
+
+def test_huge_headers(target: Any, tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path, target)
+    file = folder / "model.safetensors"
+    for size in (2**63, 2**40, 10**9):
+        file.write_bytes(size.to_bytes(8, "little") + b"{}")
+        not_read(lambda: load(folder, target), "damaged")
+    header = json.dumps({"fc.weight": {"dtype": "F64", "shape": [2**40, 2**20], "data_offsets": [0, 2**63]}}).encode()
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    not_read(lambda: load(folder, target), "damaged")
+
+
+PEAGLE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no mask token": ({"mask_token_id": None}, "mask_token_id"),
+    "a mask token beyond the vocabulary": ({"mask_token_id": 48}, "mask_token_id"),
+    "two kinds of norm": ({"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
+    "an unknown rotation": ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type"),
+}
+
+
+@pytest.mark.parametrize("name", PEAGLE_WRONG)
+def test_what_peagle_heads_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
+    changes, words = PEAGLE_WRONG[name]
+    folder = variant(tmp_path, target, "peagle")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for field, value in changes.items():
+        (config["transformer_layer_config"] if field.startswith("rope") else config)[field] = value
+    tensors = eagle3_tensors(config, first="layers.0")
+    tensors.setdefault("mask_hidden", torch.zeros(1, 1, 96, dtype=torch.float64))
+    save(tmp_path, config, tensors)
+    not_read(lambda: load_drafter(folder, target=target), words)
+
+
+def test_it_needs_a_target(target: Any, tmp_path: Path) -> None:
+    not_read(lambda: EagleDrafter.from_pretrained(str(checkpoint(tmp_path, target))), "pass target=")
+    shallow = tiny_target("llama", num_hidden_layers=2)
+    not_read(lambda: load(tmp_path, shallow), "too small")
+    wide = tiny_target("llama", num_hidden_layers=8, hidden_size=64)
+    not_read(lambda: load(tmp_path, wide), "64")
+
+
+def test_two_names_of_a_norm(target: Any, tmp_path: Path) -> None:
+    config = eagle3_config(target, SPECULATORS, num_hidden_layers=2)
+    tensors = eagle3_tensors(config, first="layers.0")
+    tensors["layers.1.hidden_norm.weight"] = tensors.pop("layers.1.input_layernorm.weight")
+    save(tmp_path, config, tensors)
+    assert len(load(tmp_path, target).deeper) == 1
+    tensors["layers.1.input_layernorm.weight"] = tensors["layers.1.hidden_norm.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    not_read(lambda: load(tmp_path, target), "input_layernorm and a hidden_norm")
+
+
+JOINED_WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another activation": ({"hidden_act": "gelu"}, {}, "hidden_act"),
+    "an unknown field": ({"logit_scale": 0.5}, {}, "logit_scale"),
+    "layers that are not there": ({"num_hidden_layers": 2}, {}, "layers.1"),
+    "another width": ({"hidden_size": 64}, {}, "hidden size 64"),
+    "another fusion": ({}, {"fc.weight": torch.zeros(32, 96)}, "fc.weight"),
+    "a table of another size": ({}, {"embed_tokens.weight": torch.zeros(40, 32)}, "embed_tokens.weight"),
+    "a tensor of no such head": ({}, {"layers.0.gate.weight": torch.zeros(2, 2)}, "layers.0.gate.weight"),
+}
+
+
+@pytest.mark.parametrize("name", JOINED_WRONG)
+def test_what_is_no_eagle1_head(target: Any, tmp_path: Path, name: str) -> None:
+    fields, tensors, words = JOINED_WRONG[name]
+    folder = variant(tmp_path, target, "EAGLE-1")
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    save(tmp_path, {**config, **fields}, {**weights, **tensors}, pickled=True)
+    not_read(lambda: load_drafter(folder, target=target), words)
+    not_read(lambda: load_drafter(folder), "pass target=")
+
+
+def test_a_language_model_of_one_layer_is_none(target: Any, tmp_path: Path) -> None:
+    tiny_target("llama", num_hidden_layers=1).save_pretrained(tmp_path)
+    assert isinstance(load_drafter(str(tmp_path), target=target), LanguageModelDrafter)
 
 
 def test_the_runs_accepted_drafts() -> None:
