@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from hf_dart import DartHead, DiffusionDrafter, TreeConfig, load_drafter
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
-from hf_dart.drafters.diffusion.modeling import MASK
+from hf_dart.drafters.diffusion.drafter import MASK
 from hf_dart.models.stock_steps import CACHE
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import default_data_collator
 
 from hf_dart import DiffusionDrafter
-from hf_dart.drafters.diffusion.modeling import MASK
+from hf_dart.drafters.diffusion.drafter import MASK
 from hf_dart.training import DiffusionTrainer
 from hf_dart.training.objective.blocks import labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL, masked_cross_entropy

@@ -8,23 +8,29 @@ goes the same way, `hf_dart.training.trainers.eagle`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Self
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.beams import BeamDrafter, View, last_of
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.eagle.modeling import EagleModel
-from hf_dart.drafters.layers import memory
+from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm, memory, rotation_at
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub import card_texts
 from hf_dart.hub.download import HUB_OPTIONS, tensor_names
 from hf_dart.interop.eagle3 import eagle1_format, eagle3_format, is_peagle
 from hf_dart.trees.vocabulary import spread
+
+Memory = Callable[[int], KeyValueWriter]
+"""Function from a layer's number to the function that keeps its keys and values."""
 
 
 def _reads(content: dict[str, Any]) -> str | None:
@@ -40,7 +46,7 @@ def _reads(content: dict[str, Any]) -> str | None:
     reads=_reads,
     reads_named=eagle1_format,
 )
-class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
+class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
     """An autoregressive draft head (EAGLE-3, arXiv 2503.01840), as `assistant=`.
 
     `EagleDrafter.from_target(model)` makes an untrained head; `EagleDrafter.from_pretrained(path, target=model)` loads
@@ -54,9 +60,32 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
     config: EagleConfig
     described_as: ClassVar[str] = "EAGLE head"
 
+    base_model_prefix = "eagle"
+    main_input_name = "features"
+    _no_split_modules = ["DartLayer"]  # noqa: RUF012
+
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        plain = not config.joined
+        self.fusion_norm = fusion_norm(config)
+        fused = config.features_width if plain else config.embedding_size + hidden
+        self.fc = nn.Linear(fused, hidden, bias=config.fusion_bias)
+        self.embedding_norm = nn.RMSNorm(config.embedding_size, eps) if plain else None
+        self.feature_norm = nn.RMSNorm(hidden, eps) if plain else None
+        parts = {
+            "bias": config.attention_bias,
+            "output_bias": config.output_bias,
+            "mlp_bias": config.mlp_bias,
+            "qk_norm": config.qk_norm,
+        }
+        self.layer = DartLayer(config, pairs=plain, normed=False, **parts)
+        deeper = range(config.num_layers - 1)
+        self.deeper = nn.ModuleList(DartLayer(config, pairs=False, normed=True, **parts) for _ in deeper)
+        self.norm = nn.RMSNorm(hidden, eps) if plain else None
+        self.make_tables(config)
         self.beam = config.beam
+        self.post_init()
 
     @classmethod
     def _from_published(
@@ -70,6 +99,93 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
 
     def passes(self, depth: int) -> int:
         return depth
+
+    # ---- the network -----------------------------------------------------------------------------------
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden states of the target [..., F] to features [..., H]; as they are where `fc` takes tokens too."""
+        return features if self.config.joined else fuse(features, self.fusion_norm, self.fc)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
+        return rotation_at(positions, self.config, self.dtype)
+
+    def step(
+        self,
+        embeddings: Tensor,  # [B, Q, E]
+        features: Tensor,  # [B, Q, H] what stands in front of each token
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor,  # [B, 1, Q, S] bool
+        ages: Tensor,  # [B, 1, Q, S] how far back in the text a key lies; drafted ones have none, 0
+        memory: Memory,
+    ) -> Tensor:
+        """Run the layers over tokens and features: states [B, Q, H], which stand in for the next features."""
+        if self.embedding_norm is None or self.feature_norm is None:
+            pairs = residual = self.fc(torch.cat([embeddings, features], dim=-1))
+        else:
+            known = self.feature_norm(features)
+            pairs = torch.cat([self.embedding_norm(embeddings), known], dim=-1)
+            residual = known if self.config.norm_before_residual else features
+        masks = [mask & (ages < window) if window else mask for window in self.config.windows or [0]]
+        x = self.layer(pairs, residual, rotation, masks[0], memory(0), None)
+        for number, layer in enumerate(self.deeper, start=1):
+            x = layer(x, x, rotation, masks[number % len(masks)], memory(number), None)
+        return self.norm(x) if self.norm is not None and self.config.norm_output else x
+
+    def final(self, states: Tensor) -> Tensor:
+        """States [..., H] of `step` as the LM head takes them."""
+        return states if self.norm is None or self.config.norm_output else self.norm(states)
+
+    def forward(
+        self,
+        features: Tensor,  # [B, T, F]
+        next_embeddings: Tensor,  # [B, T, E]
+        drafted_embeddings: Tensor,  # [B, K, d - 1, E] of the true tokens after each anchor
+        anchors: Tensor,  # [B, K] of 0..T-1; what is below 0 is no block
+        positions: Tensor,  # [B, T + K (d - 1)]
+        attention_mask: Tensor,  # [B, 1, T + K (d - 1), T + K (d - 1)] bool
+    ) -> Tensor:
+        """Run the training pass: d - 1 passes after every anchor, each over the states of the one before.
+
+        That is the training-time test of EAGLE-3 (section 3.2): tokens are the true ones, features its own.
+
+        Returns:
+            [B, K, d, H] normed states, the first of each block that of its anchor.
+        """
+        real = features.shape[1]
+        count, steps = drafted_embeddings.shape[1:3]
+        rotation = self.rotation(positions)
+        keys: list[list[Tensor]] = [[] for _ in range(self.config.num_layers)]
+        values: list[list[Tensor]] = [[] for _ in range(self.config.num_layers)]
+
+        def memory(number: int) -> KeyValueWriter:
+            def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+                keys[number].append(key)
+                values[number].append(value)
+                return torch.cat(keys[number], dim=2), torch.cat(values[number], dim=2)
+
+            return remember
+
+        known = (rotation[0][:, :, :real], rotation[1][:, :, :real])
+        place = torch.arange(real, device=features.device)
+        ages = (place[:, None] - place)[None, None]
+        text = attention_mask[:, :, :real, :real]
+        states = self.step(next_embeddings, self.fuse(features), known, text, ages, memory)
+        last = states.gather(1, anchors.clamp(min=0)[..., None].expand(-1, -1, states.shape[-1]))
+        places = [part[:, :, real:].unflatten(2, (count, steps)) for part in rotation]
+        sees = attention_mask[:, :, real:].unflatten(2, (count, steps))  # [B, 1, K, d - 1, T + K (d - 1)]
+        ages = F.pad((anchors[..., None] - place)[:, None], (0, count * steps))
+        drafted = [last]
+        for step in range(steps):
+            mask = sees[:, :, :, step]
+            # Keys lie pass by pass, those of `attention_mask` block by block.
+            own = mask[..., real:].unflatten(-1, (count, steps)).transpose(-1, -2)[..., : step + 1, :].flatten(-2)
+            at = (places[0][:, :, :, step], places[1][:, :, :, step])
+            mask = torch.cat([mask[..., :real], own], dim=-1)
+            known_keys = ages[..., : mask.shape[-1]]
+            last = self.step(drafted_embeddings[:, :, step], last, at, mask, known_keys, memory)
+            drafted.append(last)
+        return self.final(torch.stack(drafted, dim=2))
 
     # ---- drafting -----------------------------------------------------------------------------------
 

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
-from hf_dart.drafters.diffusion.modeling import MASK
+from hf_dart.drafters.diffusion.drafter import MASK, DiffusionDrafter
 from hf_dart.errors import check_fields
 from hf_dart.training.objective.blocks import build_blocks, labels_after
 from hf_dart.training.objective.chunks import chunked
