@@ -24,6 +24,21 @@ def changed(config: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
+def speculators_fields(target: Any, kind: str, tokens: int) -> dict[str, Any]:
+    """What a config.json of speculators says of its kind and target."""
+    proposal = {"accept_tolerance": 0.0, "proposal_type": "greedy", "verifier_accept_k": 1}
+    return {
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{**proposal, "speculative_tokens": tokens}],
+            "verifier": {"architectures": [type(target).__name__], "name_or_path": "someone/target"},
+        },
+        "speculators_model_type": kind,
+        "speculators_version": "0.9.0",
+    }
+
+
 def layer_shapes(config: dict[str, Any], name: str, read: int) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors of a decoder layer whose queries, keys and values read `read` numbers."""
     hidden, inner, size = config["hidden_size"], config["intermediate_size"], config["head_dim"]

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.checkpoints import Plain, changed, draft_vocabulary, layer_shapes, random_weights, save
+from support.checkpoints import (
+    Plain,
+    changed,
+    draft_vocabulary,
+    layer_shapes,
+    random_weights,
+    save,
+    speculators_fields,
+)
 
 ORIGINAL, SPECULATORS, MODELOPT = "original", "speculators", "modelopt"
 LLAMA3 = {
@@ -47,21 +55,12 @@ def eagle3_config(target: Any, style: str = ORIGINAL, **changes: Any) -> dict[st
             "dtype": "float64",
             "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
             "norm_before_residual": False,
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{
-                    "accept_tolerance": 0.0, "proposal_type": "greedy", "speculative_tokens": 5, "verifier_accept_k": 1,
-                }],
-                "verifier": {"architectures": [type(target).__name__], "name_or_path": "someone/target"},
-            },
-            "speculators_model_type": "eagle3",
-            "speculators_version": "0.9.0",
+            **speculators_fields(target, "eagle3", 5),
             "target_hidden_size": None,
             "tie_word_embeddings": False,
             "transformer_layer_config": {**layer, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
             "transformers_version": "5.19.0",
-        }  # fmt: skip
+        }
     else:
         config = {
             **layer,

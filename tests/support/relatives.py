@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.checkpoints import draft_vocabulary, save
+from support.checkpoints import draft_vocabulary, save, speculators_fields
 from support.eagle3 import SPECULATORS
 from support.guests import ZLAB, dflash_config, dflash_tensors
 
@@ -50,14 +50,7 @@ def relative_config(target: Any, name: str) -> dict[str, Any]:
             "mask_token_id": 47,
             "sample_from_anchor": kind == "dspark",
             "sliding_window_non_causal": kind == "dflash2",
-            "speculators_config": {
-                "algorithm": kind,
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
-                "verifier": {"architectures": [type(target).__name__], "name_or_path": "someone/target"},
-            },
-            "speculators_model_type": kind,
-            "speculators_version": "0.9.0",
+            **speculators_fields(target, kind, 4),
             "draft_vocab_size": config.get("draft_vocab_size", config["vocab_size"]),
         }
     return config
