@@ -61,7 +61,7 @@ def read_tensors(
 
     Args:
         files, path: as for `headers`.
-        shapes: name and shape of every tensor that there has to be; a dimension of -1 is any size.
+        shapes: name and shape of every tensor that there has to be.
         optional: names out of `shapes` that may be missing.
         ignored: names of others that may be there, and are not read.
         dtypes: of those that are not floating-point.
@@ -81,7 +81,15 @@ def read_tensors(
             f"The weights in {path} lack {min(missing)}; fetch them again, together with their config.json."
         )
     for name, tensor in found.items():
-        _check(path, name, tensor, shapes[name], dtypes.get(name))
+        if tensor.shape != tuple(shapes[name]):
+            raise ValueError(
+                f"{name} in {path} has shape {list(tensor.shape)}, where its config.json asks for "
+                f"{list(shapes[name])}; give files that belong together."
+            )
+        if tensor.dtype not in ([_DTYPES[dtypes[name]]] if name in dtypes else _FLOATS):
+            raise ValueError(
+                f"{name} in {path} is saved as {tensor.dtype}, which cannot be used; fetch the original weights."
+            )
     try:
         return {name: tensor.read() for name, tensor in found.items()}
     except (SafetensorError, OSError, RuntimeError) as error:
@@ -169,18 +177,6 @@ def _plain(value: Any) -> bool:
 def _damaged(path: str, error: Exception) -> ValueError:
     words = " ".join(str(error).split())[:300]
     return ValueError(f"The weights in {path} are truncated or damaged ({words}); fetch them again.")
-
-
-def _check(path: str, name: str, tensor: StoredTensor, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    shape, kind = tensor.shape, tensor.dtype
-    if len(shape) != len(wanted) or any(size not in (-1, given) for size, given in zip(wanted, shape, strict=True)):
-        raise ValueError(
-            f"{name} in {path} has shape {list(shape)}, where its config.json asks for {list(wanted)}; give files that "
-            "belong together."
-        )
-    fits = kind in _FLOATS if dtype is None else kind == {torch.int64: "I64", torch.bool: "BOOL"}[dtype]
-    if not fits:
-        raise ValueError(f"{name} in {path} is saved as {kind}, which cannot be used; fetch the original weights.")
 
 
 def read_json(file: Path) -> dict[str, Any]:
