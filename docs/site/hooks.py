@@ -122,7 +122,7 @@ _INTERFACES = {
         "hf_dart.drafters.base.Proposal",
         "hf_dart.drafters.trained.TrainedDrafter",
         "hf_dart.drafters.base_config.DrafterConfig",
-        "hf_dart.drafters.head_config.HeadConfig",
+        "hf_dart.drafters.base_config.HeadConfig",
         "hf_dart.drafters.registry.register",
         "hf_dart.training.trainers.trainer.DrafterTrainer",
         "hf_dart.hub.kinds.CardTexts",

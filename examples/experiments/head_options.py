@@ -42,7 +42,7 @@ from hf_dart import DartConfig, DartHead, TreeConfig
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.dart.modeling import BigramSelector
-from hf_dart.drafters.dflash.selectors import BlockConvolution
+from hf_dart.drafters.dflash.modeling import BlockConvolution
 from hf_dart.drafters.layers import DartLayer, take
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.objective import losses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_dart.drafters.head_config import HeadConfig
+from hf_dart.drafters.base_config import HeadConfig
 from hf_dart.errors import check_fields
 
 _CHOICES = {
@@ -47,7 +47,7 @@ class DartConfig(HeadConfig):
         editor: the head can run again on its own draft (`editor.Editor`, `TreeConfig.refine`).
 
     Sizes, the target's and the tree's fields are those of `hf_dart.drafters.base_config.DrafterConfig`; the others, of
-    copied layers and heads of other projects, are those of `hf_dart.drafters.head_config.HeadConfig`. Where the
+    copied layers and heads of other projects, are those of `hf_dart.drafters.base_config.HeadConfig`. Where the
     paper's head reads the target is `default_feature_layers(L)` of L layers.
 
     Raises:

@@ -12,23 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.base_config import told_of
-from hf_dart.drafters.dflash.configuration import DFlashConfig
-from hf_dart.drafters.dflash.modeling import DFlashModel
-from hf_dart.drafters.layers import memory
+from hf_dart.drafters.dflash.configuration import DFlashConfig, DFlashShape
+from hf_dart.drafters.dflash.modeling import DFlashLayer, selector_of
+from hf_dart.drafters.layers import memory, rotation_by
 from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.trained import adopted
+from hf_dart.drafters.trained import TrainedDrafter, adopted
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import checkpoint_config, refuse_fields, weight_files
@@ -44,18 +45,36 @@ _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor
 
 
 @register("dflash", config=DFlashConfig, card=card_texts.DFLASH, reads=dflash_format)
-class DFlashDrafter(DFlashModel):
+class DFlashDrafter(TrainedDrafter):
     """A published DFlash drafter (arXiv 2602.06036) or a variant of it: DFlash2, DSpark, JetSpec.
 
     `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)` loads one. It drafts block_size - 1
     tokens in one pass (DSpark: block_size), as a chain or a tree (`tree_config`).
+
+    Attributes:
+        shape: what the published config.json says.
     """
 
     described_as = "DFlash drafter"
+    reads_rows = True
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
+        self.shape = DFlashShape.read(config.published)
+        given, shape = self.shape, self.shape.backbone
+        self.fc = nn.Linear(len(given.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(given, *attending) for attending in given.layers)
+        self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        scored = given.draft_vocab_size
+        self.lm_head = None if scored is None else nn.Linear(shape.hidden_size, scored, bias=False)
+        self.selector = None if given.selector is None else selector_of(given, *given.selector)
+        # No buffer: a change of dtype must not round them.
+        with torch.device("cpu"):
+            rotary = Qwen3RotaryEmbedding(shape)
+        self._frequencies, self._rotation_scale = torch.cat([rotary.inv_freq] * 2), rotary.attention_scaling
         self._names: dict[str, str] = {}
+        self.post_init()
 
     @classmethod
     def from_pretrained(
@@ -152,6 +171,16 @@ class DFlashDrafter(DFlashModel):
     @property
     def feature_layers(self) -> list[int]:
         return list(self.shape.feature_layers)  # in the order in which they are fused
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
+        frequencies = self._frequencies.to(positions.device)
+        return rotation_by(frequencies, self._rotation_scale, positions, self.fc.weight.dtype)
+
+    @property
+    def stack(self) -> list[DFlashLayer]:
+        """The decoder layers."""
+        return cast("list[DFlashLayer]", list(self.layers))
 
     # ---- the pass -----------------------------------------------------------------------------------
 

@@ -1,19 +1,21 @@
-"""The network of a DFlash drafter, as both published formats have it: Qwen3's layers over a block and features."""
+"""Layers of a DFlash drafter, Qwen3's over a block and features, and selectors of its variants.
+
+A block's logits know each position, not each other. DFlash2 scores a token after another by the hidden state between
+them; DSpark (arXiv 2607.05147) by one low-rank matrix, which the hidden state may gate.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from hf_dart.drafters.dflash.configuration import DFlashConfig, DFlashShape
-from hf_dart.drafters.dflash.selectors import BlockConvolution, MarkovSelector, PairSelector
-from hf_dart.drafters.layers import DartAttention, KeyValueWriter, rotation_by
-from hf_dart.drafters.trained import TrainedDrafter
+from hf_dart.drafters.dflash.configuration import DFlashShape
+from hf_dart.drafters.layers import DartAttention, KeyValueWriter
 
 
 class DFlashAttention(DartAttention):
@@ -75,44 +77,81 @@ def _convolved(convolution: BlockConvolution | None, part: Callable[[Tensor], Te
     return convolution.after(part(x), given)
 
 
-class DFlashModel(TrainedDrafter):
-    """The modules of a [`DFlashDrafter`].
+class BlockConvolution(nn.Module):
+    """A causal convolution in front of a part of a layer and one after it, which read the block alone.
 
-    Attributes:
-        shape: what the published config.json says.
+    Kernels are those learned per channel and, added to them, ones that the input gives per group of channels.
+
+    Args:
+        hidden_size: H.
+        taps: k, how many entries it reads, its own included.
+        group_size: channels that share what the input gives.
     """
 
-    reads_rows = True
+    def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
+        super().__init__()
+        self.taps, self.group_size = taps, group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * taps * (hidden_size // group_size), bias=False)
 
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__(config)
-        self.shape = DFlashShape.read(config.published)
-        given, shape = self.shape, self.shape.backbone
-        self.fc = nn.Linear(len(given.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(given, *attending) for attending in given.layers)
-        self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        scored = given.draft_vocab_size
-        self.lm_head = None if scored is None else nn.Linear(shape.hidden_size, scored, bias=False)
-        self.selector = None if given.selector is None else _selector(given, *given.selector)
-        # No buffer: a change of dtype must not round them.
-        with torch.device("cpu"):
-            rotary = Qwen3RotaryEmbedding(shape)
-        self._frequencies, self._rotation_scale = torch.cat([rotary.inv_freq] * 2), rotary.attention_scaling
-        self.post_init()
+    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the first convolution of x [B, Q, H], and the kernels [B, Q, k, G] that x gives for the second."""
+        given = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
+        return self._convolve(x, given[..., 0, :, :], self.base_kernel[0]), given[..., 1, :, :]
 
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
-        frequencies = self._frequencies.to(positions.device)
-        return rotation_by(frequencies, self._rotation_scale, positions, self.fc.weight.dtype)
+    def after(self, x: Tensor, given: Tensor) -> Tensor:
+        """Return the second convolution, of the layer part's output [B, Q, H]."""
+        return self._convolve(x, given, self.base_kernel[1])
 
-    @property
-    def stack(self) -> list[DFlashLayer]:
-        """The decoder layers."""
-        return cast("list[DFlashLayer]", list(self.layers))
+    def _convolve(self, x: Tensor, given: Tensor, base: Tensor) -> Tensor:
+        kernels = base + given.repeat_interleave(self.group_size, dim=-1)  # [B, Q, k, H]
+        out = x * kernels[:, :, 0]
+        for tap in range(1, self.taps):
+            out = out + F.pad(x[:, :-tap], (0, 0, tap, 0)) * kernels[:, :, tap]
+        return out
 
 
-def _selector(config: DFlashShape, kind: str, rank: int) -> PairSelector | MarkovSelector:
+class PairSelector(nn.Module):
+    """DFlash2's: <P h * phi(a), psi(b)> for token b after token a, h being the hidden state that drafts b."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, scored: int, rank: int) -> None:
+        super().__init__()
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(scored, rank))
+        self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
+
+    def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
+        """Scores [B, d, J, K] to be added to logits.
+
+        Args:
+            hidden: [B, d, H].
+            previous: [B, d, J] token ids in front.
+            candidates: [B, d, K] columns of the draft vocabulary.
+        """
+        context = self.hidden_projection(hidden)[:, :, None] * self.predecessor_codebook[previous]
+        return context @ self.successor_codebook[candidates].transpose(-1, -2)
+
+
+class MarkovSelector(nn.Module):
+    """DSpark's: <phi(a), psi(b)>, phi(a) gated by the hidden state that drafts b or not."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, scored: int, rank: int, gated: bool) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, scored, bias=False)
+        self.gate_proj = nn.Linear(hidden_size + rank, rank) if gated else None
+
+    def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
+        """Scores [B, d, J, K]; shapes as for `PairSelector`."""
+        phi = self.markov_w1(previous)
+        if self.gate_proj is not None:
+            wide = hidden[:, :, None].expand(-1, -1, phi.shape[2], -1)
+            phi = phi * torch.sigmoid(self.gate_proj(torch.cat([wide, phi], dim=-1)))
+        return phi @ self.markov_w2.weight[candidates].transpose(-1, -2)
+
+
+def selector_of(config: DFlashShape, kind: str, rank: int) -> PairSelector | MarkovSelector:
+    """Make the selector of that kind, as `DFlashShape.selector` names it."""
     vocabulary = config.vocab_size
     assert vocabulary is not None  # the formats that have selectors say it
     scored = config.draft_vocab_size or vocabulary

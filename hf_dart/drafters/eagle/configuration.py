@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from transformers import PreTrainedModel
 
+from hf_dart.drafters.base_config import HeadConfig
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.drafters.head_config import HeadConfig
 from hf_dart.errors import check_fields
 from hf_dart.models.features import layer_count
 
@@ -26,7 +26,7 @@ class EagleConfig(HeadConfig):
         norm_output: what stands in for the next feature is the output after the final norm, not before it (EAGLE-3.1).
         windows: as for all heads; a drafted entry attends to as many positions of the text as its last one.
 
-    The other fields are those of `hf_dart.drafters.head_config.HeadConfig`.
+    The other fields are those of `hf_dart.drafters.base_config.HeadConfig`.
 
     Raises:
         ValueError: a field is out of range, or belongs to DART heads.
