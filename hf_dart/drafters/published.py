@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.trained import adopted
 from hf_dart.hub.checkpoint import weight_shapes
-from hf_dart.hub.download import checkpoint_config, published_license, weight_files
+from hf_dart.hub.download import head_config, published_license, weight_files
 from hf_dart.interop.eagle3 import JOINED, Published, eagle3_format, read_published, read_weights
 from hf_dart.interop.original_dart import original_format
 from hf_dart.models.devices import as_dtype, weight_of
@@ -48,7 +48,7 @@ def load_published(
         ValueError: the head does not fit the target, or the files are not those of one; the message says what differs.
         OSError: there are no such files, or the Hub does not give them.
     """
-    content = checkpoint_config(path, **where)
+    content, _ = head_config(path, **where)
     if target is None:
         found = original_format(content) or eagle3_format(content) or JOINED
         raise ValueError(

@@ -79,7 +79,7 @@ def published_license(path: str, **where: Any) -> str | None:
     """Return the licence that the card of a folder or repository names, as the Hub spells it; None without one.
 
     Args:
-        path, where: as for `checkpoint_config`.
+        path, where: as for `optional_file`.
     """
     try:
         card = optional_file(path, "README.md", **where)
@@ -142,19 +142,6 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
     snapshots = cache / "snapshots"
     commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
     return commits[0] if len(commits) == 1 else None
-
-
-def checkpoint_config(path: str, **where: Any) -> dict[str, Any]:
-    """Return the config of `head_config`, without the commit, where there has to be one.
-
-    Raises:
-        ValueError: as `head_config`.
-        OSError: there is no such file, or the Hub does not give it.
-    """
-    content, _ = head_config(path, **where)
-    if not content:
-        raise OSError(f"{path} holds no config.json; give the folder or the Hub repository of a drafter.")
-    return content
 
 
 def weight_files(path: str, missing: str | None = None, *, pickled: bool = False, **where: Any) -> list[Path]:

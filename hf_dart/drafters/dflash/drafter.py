@@ -32,7 +32,7 @@ from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import TrainedDrafter, adopted
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import refused, weight_shapes
-from hf_dart.hub.download import checkpoint_config, refuse_fields, weight_files
+from hf_dart.hub.download import head_config, refuse_fields, weight_files
 from hf_dart.interop.dflash import dflash_format
 from hf_dart.interop.weights import read_weights, vocabulary_maps
 from hf_dart.models.devices import as_dtype, rows_of
@@ -102,7 +102,12 @@ class DFlashDrafter(TrainedDrafter):
                 what differs.
             OSError: there are no such files, or the Hub does not give them.
         """
-        config = _config(path, checkpoint_config(path, **where), **where)
+        content, commit = head_config(path, **where)
+        if not content:
+            raise OSError(f"{path} holds no config.json; give the folder or the Hub repository of a drafter.")
+        if commit is not None:
+            where["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
+        config = _config(path, content, **where)
         with torch.device("meta"):  # nothing is allocated by what a config says alone
             drafter = cls(config)
         shape = drafter.shape
