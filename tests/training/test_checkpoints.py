@@ -191,7 +191,7 @@ def test_weights_only(run: Path) -> None:
         (partial(copied, draft_length=5), "adapter", "draft_length=4 and this run 5"),
         (partial(copied, feature_layers=[0, 2]), "adapter", r"feature_layers=\[1, 2\] and this run"),
         (partial(copied, lora=LoraArguments(lora_rank=3)), "adapter", "has r=2 and this run 3"),
-        (partial(copied, lora=LoraArguments(lora_rank=2, lora_targets=["q_proj"])), "adapter", "does not fit this head"),
+        (partial(copied, lora=LoraArguments(2, lora_targets=["q_proj"])), "adapter", "does not fit this head"),
         (scaled, "adapter", "has use_rslora=False and this run True"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",

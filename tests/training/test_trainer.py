@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from support.scripts import command, environment
 from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart import DartHead, EagleDrafter
@@ -71,47 +67,6 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-3)
     for name, value in results[0][1].items():
         torch.testing.assert_close(value, results[1][1][name], rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("loss", ["dart", "left_to_right", "lk", "selector", "own_lm_head"])
-def test_two_processes_are_one(loss: str, tmp_path: Path) -> None:
-    """DDP over gloo: unequal numbers of blocks on the two sides, one step, the weights of one process."""
-    weights = []
-    for processes in (1, 2):
-        path = tmp_path / f"{processes}.pt"
-        line = command(__file__, str(path), loss, processes=processes)
-        subprocess.run(line, check=True, timeout=300, env=environment())
-        weights.append(torch.load(path))
-    for name, value in weights[0].items():
-        torch.testing.assert_close(value, weights[1][name], rtol=0, atol=1e-12)
-
-
-def one_distributed_step(path: str, loss: str) -> None:
-    target = tiny_target(torch.float64)
-    head = tiny_head(target, own_lm_head=loss == "own_lm_head")
-    options: dict[str, Any] = {"loss": loss}
-    if loss == "selector":
-        head.add_selector(8)
-        options = {"selector_only": True, "selector_noise": 0.0}  # processes draw noise of their own
-    elif loss == "own_lm_head":
-        options = {"loss_chunk": 0}
-    trainer = tiny_trainer(
-        Path(path).parent,
-        head,
-        target,
-        token_rows([[24], [8, -16], [12, 12], [6, -18]]),
-        anchors_per_row=24,
-        max_steps=1,
-        per_device_train_batch_size=4 // int(os.environ["WORLD_SIZE"]),
-        optim="sgd",
-        max_grad_norm=0.0,
-        **options,
-    )
-    trainer.train()
-    figures = trainer.evaluate(trainer.train_dataset)
-    if trainer.args.process_index == 0:
-        torch.save({**head.state_dict(), **{n: torch.tensor(v) for n, v in figures.items() if "tau" in n}}, path)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -209,7 +164,3 @@ def test_a_target_over_several_gpus_takes_them_all(tmp_path: Path) -> None:
         DartTrainer(head, target, args, train_dataset=token_rows(LENGTHS))
     target.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}
     assert DartTrainer(head, target, args, train_dataset=token_rows(LENGTHS)).args.n_gpu == 1
-
-
-if __name__ == "__main__":
-    one_distributed_step(*sys.argv[1:])

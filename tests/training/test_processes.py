@@ -1,4 +1,4 @@
-"""FSDP: two processes that each hold half of the head train as one that holds it whole.
+"""Two processes train as one does: by DDP, and by FSDP, where each holds half of the head.
 
 accelerate shards on accelerators alone and takes DDP on a CPU without a word; `Sharded` shows it another kind of
 device, whose tensors then live on the CPU all the same. Everything after that is what runs on GPUs.
@@ -6,6 +6,7 @@ device, whose tensors then live on the CPU all the same. Everything after that i
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from safetensors.torch import load_file
 from support.scripts import command, environment
 from support.tiny_training import tiny_head, tiny_target, tiny_trainer, token_rows
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +25,14 @@ from torch.distributed.fsdp import FSDPModule
 from hf_dart import DartHead, DiffusionDrafter, EagleDrafter
 from hf_dart.training import DartTrainer, DartTrainingArguments
 
-ROWS = [[24], [8, -16], [12, 12], [6, -18]]
+ROWS = [[24], [8, -16], [12, 12], [6, -18]]  # unequal numbers of blocks on the two sides
+PARTS: dict[str, dict[str, Any]] = {
+    "dart": {},
+    "left_to_right": {"loss": "left_to_right"},
+    "lk": {"loss": "lk"},
+    "selector": {"selector_only": True, "selector_noise": 0.0},  # processes draw noise of their own
+    "own_lm_head": {"loss_chunk": 0},
+}
 
 
 def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -31,24 +40,42 @@ def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment())
 
 
+def trained(processes: int, kind: str, part: str, run: Path) -> dict[str, Any]:
+    """Weights and figures after the second step."""
+    ended = launch(processes, kind, part, str(run))
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    logs = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())["log_history"]
+    figures = {name: torch.tensor(value) for log in logs for name, value in log.items() if "tau" in name}
+    assert "eval_tau_decoded" in figures
+    return {**load_file(run / "checkpoint-2" / "model.safetensors"), **figures}
+
+
+def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("part", PARTS)
+def test_two_processes_are_one(part: str, tmp_path: Path) -> None:
+    assert_same(*(trained(processes, "ddp", part, tmp_path / str(processes)) for processes in (1, 2)))
+
+
 @pytest.mark.matrix
 def test_a_sharded_head_trains_and_resumes_as_a_whole_one(tmp_path: Path) -> None:
-    weights = []
+    results = []
     for processes in (1, 2):
         run = tmp_path / str(processes)
         for _ in ("from nothing", "on from the first checkpoint"):
-            ended = launch(processes, "head", str(run))
-            assert ended.returncode == 0, ended.stderr[-3000:]
-            weights.append(DartHead.from_pretrained(str(run / "checkpoint-2"), target=tiny_target()).state_dict())
-            (run / "checkpoint-2").rename(run / f"whole-{len(weights)}")
-    for other in weights[1:]:
-        for name, value in weights[0].items():
-            torch.testing.assert_close(value, other[name], rtol=0, atol=1e-12)
+            results.append(trained(processes, "fsdp", "dart", run))
+            (run / "checkpoint-2").rename(run / f"whole-{len(results)}")
+    for other in results[1:]:
+        assert_same(results[0], other)
 
 
 @pytest.mark.matrix
 def test_parts_beside_the_head_are_not_sharded(tmp_path: Path) -> None:
-    ended = launch(2, "selector", str(tmp_path))
+    ended = launch(2, "fsdp", "selector", str(tmp_path))
     assert ended.returncode != 0
     assert "without fsdp" in ended.stderr, ended.stderr[-3000:]
 
@@ -68,20 +95,21 @@ class Sharded(DartTrainer):
         assert self.is_fsdp_enabled
 
 
-def main(part: str, folder: str) -> None:
+def main(kind: str, part: str, folder: str) -> None:
     processes = int(os.environ["WORLD_SIZE"])
+    sharded = kind == "fsdp" and processes > 1
     target = tiny_target(torch.float64)
-    head = tiny_head(target)
-    head.add_selector(8)
-    first = Path(folder, "checkpoint-1")
-    rows = token_rows(ROWS)
+    head = tiny_head(target, own_lm_head=part == "own_lm_head")
+    if part == "selector":
+        head.add_selector(8)
+    plain = {} if kind == "fsdp" else {"optim": "sgd", "max_grad_norm": 0.0}
     trainer = tiny_trainer(
         Path(folder),
         head,
         target,
-        rows,
-        rows,
-        kind=Sharded if processes > 1 else DartTrainer,
+        token_rows(ROWS),
+        token_rows(ROWS),
+        kind=Sharded if sharded else DartTrainer,
         anchors_per_row=24,
         max_steps=2,
         save_strategy="steps",
@@ -91,10 +119,13 @@ def main(part: str, folder: str) -> None:
         decode_prompts=2,
         decode_prompt_tokens=6,
         per_device_train_batch_size=4 // processes,
-        selector_only=part == "selector",
-        fsdp=processes > 1,
+        fsdp=sharded,
+        **plain,
+        **PARTS[part],
     )
+    first = Path(folder, "checkpoint-1")
     trainer.train(resume_from_checkpoint=str(first) if first.exists() else None)
+    trainer.accelerator.end_training()  # else threads of gloo may abort the process at its end
 
 
 if __name__ == "__main__":
