@@ -34,7 +34,7 @@ _WALKS = ["decoding/test_walk.py", "decoding/test_rows.py"]
 _EXACT = ["exact/test_exact.py", "exact/test_options.py"]
 # The tests of each module's room, the quick ones first.
 ROOMS = {
-    "decoding/walk.py": [*_WALKS, "decoding/test_noise.py", *_EXACT, "decoding/test_interruption.py"],
+    "decoding/walk.py": [*_WALKS, *_EXACT, "decoding/test_interruption.py"],
     "decoding/rows.py": [*_WALKS, *_EXACT, "decoding/test_interruption.py"],
     "models/verify.py": [*_EXACT, "cache/test_tree_caches.py", "models/test_trial.py"],
     "cache/slot_cache.py": [*_CACHES, "exact/test_options.py", "engine/test_tier.py"],

@@ -194,7 +194,7 @@ class TreeGrower:
         """
         length = max(self._formula.context, 1)
         history = np.array([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
-        columns, scores = tokens.cpu().numpy(), steps.detach().double().cpu().numpy()
+        columns, scores = tokens.cpu().numpy(), steps.detach().cpu().double().numpy()
         ending = self._ending(columns, ended) if self._ends else None
         candidates = Candidates(history, columns, scores, self._formula, copied, chances, deepest, ending)
         cost = self._cost(len(columns[0]) > 0) if self._config.nodes is None else None

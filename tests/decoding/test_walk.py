@@ -1,4 +1,4 @@
-"""Choosing at every node in one call is choosing along the path, token by token."""
+"""Tokens are chosen as stock chooses them, node by node or at all at once, with the noise of `torch.multinomial`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import replay
 from support.compare import assert_identical, run, same
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.trees import choose_everywhere
@@ -22,7 +23,12 @@ from transformers import (
 )
 from transformers.generation import stopping_criteria as criteria_module
 
+from hf_dart import TreeConfig
+from hf_dart.decoding import api, session
+from hf_dart.decoding.api import attach
 from hf_dart.decoding.processors import scores_alone
+from hf_dart.decoding.rows import Rows
+from hf_dart.decoding.walk import MAX_LEAD, NoiseStream
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -145,3 +151,185 @@ def test_no_token_is_drawn_from_nan(everywhere: bool, monkeypatch: pytest.Monkey
     for options in ({}, {"assistant": head}):
         with pytest.raises(RuntimeError, match=r"inf.*nan"):
             target.generate(**inputs, max_new_tokens=8, do_sample=True, top_k=0, **options)
+
+
+# ---- the noise ---------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def distributions(rows: int, vocabulary: int, calls: int, share_zeroed: float = 0.0) -> torch.Tensor:
+    """[calls, rows, vocabulary] probabilities, some of them zero, from a generator of their own."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(calls, rows, vocabulary, generator=generator)
+    zeroed = torch.rand(logits.shape, generator=generator) < share_zeroed
+    zeroed[..., 0] = False
+    return logits.masked_fill(zeroed, -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("vocabulary", "calls"), [(2, 40), (7, 40), (48, 40), (1021, 20), (50_000, 6)])
+@pytest.mark.parametrize("share_zeroed", [0.0, 0.95])
+def test_equals_multinomial(rows: int, vocabulary: int, calls: int, share_zeroed: float) -> None:
+    probabilities = distributions(rows, vocabulary, calls, share_zeroed)
+    torch.manual_seed(11)
+    stock = [torch.multinomial(p, num_samples=1).squeeze(1) for p in probabilities]
+    state = torch.get_rng_state()
+
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    stream = NoiseStream(rows, vocabulary, CPU).begin()
+    window = stream.exponentials([0] * rows, calls)
+    assert torch.equal(torch.get_rng_state(), before), "looking ahead moved the default generator"
+    for position, (p, drawn) in enumerate(zip(probabilities, stock, strict=True)):
+        assert torch.equal((p / window[:, position]).argmax(-1), drawn)
+        for row in range(rows):
+            one = stream.exponential(row, position)
+            assert one.shape == (1, vocabulary)
+            assert int((p[row : row + 1] / one).argmax(-1)) == int(drawn[row])
+    stream.leave_as_stock(calls)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 12, 19])
+def test_the_generator_is_left_where_stock_is(steps: int) -> None:
+    torch.manual_seed(3)
+    for _ in range(steps):
+        torch.multinomial(torch.full((3, 20), 0.05), num_samples=1)
+    state = torch.get_rng_state()
+
+    torch.manual_seed(3)
+    stream = NoiseStream(3, 20, CPU).begin()
+    stream.gumbel([0, 2, 4], 8)  # 12 positions ahead
+    stream.leave_as_stock(steps)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rows_start_where_they_are_whatever_was_forgotten() -> None:
+    torch.manual_seed(5)
+    blocks = torch.stack([torch.empty(3, 9).exponential_(1) for _ in range(40)])  # [position, row, V]
+    torch.manual_seed(5)
+    stream = NoiseStream(3, 9, CPU).begin()
+    for position in range(0, 30, 3):
+        stream.forget_before(position)
+        assert len(stream._blocks) <= 3 + 9
+        starts = [position + 2, position, position + 5]
+        window, gumbel = stream.exponentials(starts, 4), stream.gumbel(starts, 4)
+        for row, start in enumerate(starts):
+            assert torch.equal(window[row], blocks[start : start + 4, row])
+            assert torch.equal(gumbel[row], -blocks[start : start + 4, row].log())
+    torch.manual_seed(5)
+    for _ in range(31):
+        torch.empty(3, 9).exponential_(1)
+    state = torch.get_rng_state()
+    stream.leave_as_stock(31)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_skipped_noise_is_not_kept() -> None:
+    wanted = NoiseStream(2, 5, CPU).begin().exponentials([300, 300], 3)
+    noise = NoiseStream(2, 5, CPU).begin()
+    noise.forget_before(300)
+    assert torch.equal(noise.exponentials([300, 300], 3), wanted)
+    assert len(noise._blocks) <= 4
+    assert len(noise._states) <= 5
+
+
+def test_a_row_that_has_ended_may_lie_behind_what_is_kept() -> None:
+    torch.manual_seed(5)
+    stream = NoiseStream(2, 9, CPU).begin()
+    stream.exponentials([0, 0], 10)
+    stream.forget_before(8)
+    window = stream.exponentials([2, 9], 3)
+    assert window.shape == (2, 3, 9)
+    torch.manual_seed(5)
+    blocks = torch.stack([torch.empty(2, 9).exponential_(1) for _ in range(12)])
+    assert torch.equal(window[1], blocks[9:12, 1])
+
+
+def test_streams_side_by_side_draw_noise_of_their_own() -> None:
+    torch.manual_seed(5)
+    alone = NoiseStream(1, 9, CPU).begin().exponentials([0], 4)
+    state = torch.get_rng_state()
+    first, *others = [NoiseStream(1, 9, CPU).begin() for _ in range(3)]
+    drawn = [stream.exponentials([0], 4) for stream in (first, *others)]
+    assert torch.equal(drawn[0], alone)
+    assert not any(torch.equal(drawn[left], drawn[right]) for left in range(3) for right in range(left))
+    first.leave_as_stock(4)
+    after = torch.get_rng_state()
+    for other in others:
+        other.leave_as_stock(2)  # it does not rewind what others have drawn
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not torch.equal(after, state)
+    # Nothing runs any more.
+    assert torch.equal(NoiseStream(1, 9, CPU).begin().exponentials([0], 1)[:, 0], torch.empty(1, 9).exponential_(1))
+
+
+def test_a_stream_that_was_not_begun_leaves_the_generator_to_the_others() -> None:
+    torch.manual_seed(5)
+    first, second = NoiseStream(1, 9, CPU).begin(), NoiseStream(1, 9, CPU).begin()
+    after = torch.get_rng_state()
+    first.leave_as_stock(0)
+    assert torch.equal(torch.get_rng_state(), after), "the next stream would be seeded as the second was"
+    assert not torch.equal(second.exponentials([0], 1), NoiseStream(1, 9, CPU).begin().exponentials([0], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_noise_is_float32_whatever_the_default(dtype: torch.dtype) -> None:
+    target = attach(tiny_target("llama"))
+    inputs = prompts([7, 4])
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 40}
+    drafter = replay(target, inputs, misses=[0.1, 0.3], **options)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert NoiseStream(1, 9, CPU).begin().exponential(0, 0).dtype == torch.float32
+        for seed in range(3):
+            assert_identical(target, drafter, inputs, seed=seed, **options)
+    finally:
+        torch.set_default_dtype(default)
+
+
+DEPTH = 9
+LEFT_BEHIND = [0.0, 1.0, 0.0, 0.3]
+
+
+@pytest.mark.parametrize("misses", [LEFT_BEHIND, [1.0, 0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("shared", [True, False], ids=["", "noise not shared"])
+@pytest.mark.parametrize("eos", [None, [3]], ids=["to the end", "some end early"])
+def test_what_is_held_stays_bounded(
+    misses: list[float], eos: Any, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row has every draft accepted, another none; some end early, and no longer count then."""
+    rows: list[Rows] = []
+    leads, held = [], []
+
+    class WatchedRows(Rows):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            rows.append(self)
+
+    class WatchedStream(NoiseStream):
+        def _draw_to(self, end: int) -> None:
+            super()._draw_to(end)
+            running = rows[-1]
+            if not running.finished:
+                leads.append(max(running.emitted) - running.slowest())
+                held.append((len(self._blocks), len(self._gumbels), len(self._states)))
+
+    monkeypatch.setattr(session, "Rows", WatchedRows)
+    monkeypatch.setattr(api, "NoiseStream", WatchedStream)
+    target = attach(tiny_target("llama"))
+    inputs = prompts([9, 3, 7, 13])
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0}
+    drafter = replay(target, inputs, misses=misses, draft_length=DEPTH, **options)
+    drafter.tree_config = TreeConfig(shared_noise=shared, lookup=0, nodes=24)
+    assert_identical(target, drafter, inputs, **options)
+    assert max(leads) <= MAX_LEAD
+    # From the slowest row to where the fastest one's draft ends; and the state after that.
+    blocks, gumbels, states = (max(counts) for counts in zip(*held, strict=True))
+    assert max(blocks, gumbels, states - 1) <= MAX_LEAD + DEPTH
+    if eos is None:
+        assert max(leads) >= MAX_LEAD - 1, "no row was held back"
+    else:
+        assert len({*rows[-1].emitted}) > 1, "no row ended early"
