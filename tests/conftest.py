@@ -21,6 +21,7 @@ pytest.register_assert_rewrite("support")
 from support.compare import TALLIES, tally  # noqa: E402, after their assertions are rewritten
 from support.simulated_gpu import SimulatedGpu, simulated_gpu  # noqa: E402
 
+from hf_dart.decoding import session, turns  # noqa: E402
 from hf_dart.decoding.pace import Pace  # noqa: E402
 
 torch.set_num_threads(1)
@@ -47,6 +48,20 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[SimulatedGpu | None]:
     else:
         with simulated_gpu() as device:
             yield device
+
+
+@pytest.fixture
+def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every call, whether it went on with a draft."""
+    answers: list[bool] = []
+
+    def watched(*args: Any) -> Any:
+        draft = turns.resume_state(*args)
+        answers.append(draft is not None)
+        return draft
+
+    monkeypatch.setattr(session, "resume_state", watched)
+    return answers
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from support.turns import (
     behind,
     first_draft,
 )
-from support.turns import taken_up as taken_up
 from support.users import TOKENIZER
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache

@@ -29,7 +29,6 @@ from support.tiny import (
     tiny_target,
 )
 from support.turns import CASES, RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
-from support.turns import taken_up as taken_up
 from surveys import matrix
 
 from hf_dart import DartCandidateGenerator, LanguageModelDrafter, MtpDrafter, TreeConfig, attach, load_drafter

@@ -13,7 +13,6 @@ from support.compare import assert_identical, run, tally
 from support.letters import letters
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, WINDOW, nearly, prompts, tiny_target
-from support.turns import taken_up as taken_up
 from support.turns import two_turns
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM

@@ -24,7 +24,6 @@ from support.tiny import (
     tiny_eagle_drafter,
     tiny_head,
 )
-from support.turns import taken_up  # noqa: F401
 from surveys.multimodal_classes import classes_with_media, examine
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
@@ -135,7 +134,7 @@ def test_a_module_of_the_targets_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
-def test_turns_with_an_image_each(family: str, taken_up: list[bool]) -> None:  # noqa: F811
+def test_turns_with_an_image_each(family: str, taken_up: list[bool]) -> None:
     target = multimodal_target(family)
     head, texts = tiny_head(target), []
     for drafting in ({}, {"assistant": head}):
@@ -149,7 +148,7 @@ def test_turns_with_an_image_each(family: str, taken_up: list[bool]) -> None:  #
 
 
 @pytest.mark.parametrize("words", [False, True], ids=["at once", "after a turn of words"])
-def test_other_images_are_another_text(words: bool, taken_up: list[bool]) -> None:  # noqa: F811
+def test_other_images_are_another_text(words: bool, taken_up: list[bool]) -> None:
     """The head starts over where the cache is not the one that it left: the tokens of both texts are the same."""
     target = multimodal_target("llava")
     head, one, other = tiny_head(target), image_inputs("llava"), image_inputs("llava", seed=0, image=1)

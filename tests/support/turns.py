@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_dart import DartHead
-from hf_dart.decoding import session, turns
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.base import Proposal
 from hf_dart.models.stock_steps import CACHE, cache_name
@@ -32,20 +31,6 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "dynamic": lambda target: DynamicCache(config=target.config),
     "static": lambda target: StaticCache(config=target.config, max_cache_len=96),
 }
-
-
-@pytest.fixture
-def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every call, whether it went on with a draft."""
-    answers: list[bool] = []
-
-    def watched(*args: Any) -> Any:
-        draft = turns.resume_state(*args)
-        answers.append(draft is not None)
-        return draft
-
-    monkeypatch.setattr(session, "resume_state", watched)
-    return answers
 
 
 def behind(inputs: dict[str, Tensor], sequences: Tensor) -> dict[str, Tensor]:
@@ -94,24 +79,17 @@ CASES = [
 ]
 
 
-class FirstDraft(Exception):
-    """Ends a call at its first draft, and brings that along."""
-
-
 def first_draft(target: Any, head: DartHead, inputs: dict[str, Tensor], cache: Any) -> Tensor:
     """What the head drafts first, [B, d, V]."""
-    propose = head.propose_ranked
+    propose, made = head.propose_ranked, []
 
     def tell(*args: Any, **kwargs: Any) -> Proposal:
-        raise FirstDraft(propose(*args, **kwargs).logits)
+        made.append(propose(*args, **kwargs))
+        return made[-1]
 
-    head.propose_ranked = tell  # type: ignore[method-assign]
-    try:
-        with pytest.raises(FirstDraft) as told:
-            run(target, inputs, 1, **{CACHE: cache}, assistant=head, **MODES["greedy"])
-    finally:
-        del head.propose_ranked
-    return told.value.args[0]
+    with mock.patch.object(head, "propose_ranked", tell):
+        run(target, inputs, 1, **{CACHE: cache}, assistant=head, **MODES["greedy"])
+    return made[0].logits
 
 
 def assert_drafts_as_if_it_had_read_all(
