@@ -12,13 +12,13 @@ from support.cases import GREEDY, SAMPLED, batch
 from support.checkpoints import reordered
 from support.compare import assert_identical, tally
 from support.guests import published
+from support.heads import draft_after, features_of
 from support.relatives import VARIANTS, pair_score, relative, relative_config, relative_tensors
 from support.sentences import one_sentence
 from support.tiny import prompts, tiny_target
 
 from hf_dart import DFlashDrafter, TreeConfig, load_drafter
 from hf_dart.cli import main
-from hf_dart.models.verify import features_request, gather_features
 
 EXACT = tally("float64, relatives of DFlash")
 
@@ -39,11 +39,7 @@ def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -
     if name == "DFlash, no taps named":
         assert drafter.feature_layers == [2, 6]
     ids = prompts([10])["input_ids"]
-    outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(drafter.feature_layers))
-    features = gather_features(outputs, drafter.feature_layers, ids[:, :-1])
-    state = drafter.begin(1, 4)
-    drafter.extend(state, features[:, :4], ids[:, 1:5], torch.tensor([4]))
-    proposal = drafter.propose(state, features[:, 4:], ids[:, 5:], torch.tensor([5]))
+    features, proposal = features_of(target, drafter.feature_layers, ids), draft_after(target, drafter, ids)
     block = torch.cat([ids[0, -1:], torch.full((config["block_size"] - 1,), 47)])
     if config.get("sliding_window_non_causal"):
         config["is_causal"] = False

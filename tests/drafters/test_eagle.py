@@ -11,12 +11,11 @@ import pytest
 import torch
 from support import tiny_training
 from support.compare import assert_identical
+from support.heads import assert_beam, draft_after, features_of
 from support.tiny import prompts, tiny_eagle_drafter, tiny_target
 
 from hf_dart import EagleDrafter, TreeConfig, load_drafter
-from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.models.verify import features_request, gather_features
 from hf_dart.training import EagleTrainer
 from hf_dart.training.objective.blocks import build_blocks
 
@@ -27,41 +26,22 @@ def llama() -> tuple[Any, EagleDrafter]:
     return target, tiny_eagle_drafter(target)
 
 
-def draft_behind(
-    target: Any, drafter: EagleDrafter, ids: torch.Tensor, noise: torch.Tensor | None = None
-) -> tuple[torch.Tensor, BeamProposal]:
-    """Features [1, T - 1, F] and the draft after the text `ids` [1, T], taken in by two calls.
-
-    `noise` [d, V] is that of the target.
-    """
-    outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(drafter.feature_layers))
-    features = gather_features(outputs, drafter.feature_layers, ids[:, :-1])
-    state = drafter.begin(1, 4)
-    drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
-    last = (state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]))
-    if noise is None:
-        proposal = drafter.propose(*last)
-    else:
-        proposal = drafter.propose_ranked(*last, None, lambda level, logits: (logits + noise[level]).log_softmax(-1))
-    assert isinstance(proposal, BeamProposal)
-    return features, proposal
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("noisy", [False, True])
 def test_a_branch_is_what_the_training_pass_sees(llama: tuple[Any, EagleDrafter], noisy: bool) -> None:
     """The caches, masks and positions of the beam against one plain pass over each path."""
     target, drafter = llama
     ids = prompts([9])["input_ids"]
-    depth, width = drafter.draft_length, drafter.beam
+    depth = drafter.draft_length
     noise = -torch.empty(depth, 48).exponential_(generator=torch.Generator().manual_seed(0)).log()
-    features, proposal = draft_behind(target, drafter, ids, noise if noisy else None)
+    features = features_of(target, drafter.feature_layers, ids)
 
     def scored(level: int, chances: torch.Tensor) -> torch.Tensor:
         return (chances + noise[level]).log_softmax(-1) if noisy else chances
 
-    def behind(path: list[int]) -> torch.Tensor:
-        """Log-probabilities [d, V] after 0, 1, ... tokens of a path of d - 1."""
+    def after(path: list[int]) -> torch.Tensor:
+        """Log-probabilities [V] after a path, by the training pass over a whole block that begins with it."""
+        level, path = len(path), path + [0] * (depth - 1 - len(path))
         tokens = torch.cat([ids, torch.tensor([path])], dim=1)
         documents, anchors = torch.zeros_like(tokens), torch.tensor([[ids.shape[1] - 2]])
         blocks = build_blocks(documents[:, : ids.shape[1]], anchors, depth)
@@ -73,26 +53,9 @@ def test_a_branch_is_what_the_training_pass_sees(llama: tuple[Any, EagleDrafter]
             positions=blocks.positions,
             attention_mask=blocks.mask,
         )
-        return drafter.logits(states)[0, 0].float().log_softmax(-1)
+        return drafter.logits(states)[0, 0, level].float().log_softmax(-1)
 
-    known = behind([0] * (depth - 1))[0]
-    assert torch.allclose(known, proposal.logits[0, 0], atol=1e-5)
-    assert proposal.branches[0, 0].tolist() == scored(0, known).topk(width).indices.tolist()
-    # Paths of the beam, followed from the first branches on by the best way to each token.
-    paths = [([token], float(scored(0, known)[token])) for token in proposal.branches[0, 0].tolist()]
-    for level in range(depth - 1):
-        marginal = torch.zeros_like(known)
-        found: dict[int, tuple[list[int], float]] = {}
-        for place, (path, score) in enumerate(paths):
-            assert path[-1] == proposal.branches[0, level, place]
-            expected = behind(path + [0] * (depth - 1 - len(path)))[level + 1]
-            assert torch.allclose(expected, proposal.conditional[0, level, place], atol=1e-5)
-            marginal += (score + expected).exp()
-            for token, chance in enumerate((score + scored(level + 1, expected)).tolist()):
-                if token not in found or chance > found[token][1]:
-                    found[token] = ([*path, token], chance)
-        assert torch.allclose(marginal.log(), proposal.logits[0, level + 1], atol=1e-5)
-        paths = sorted(found.values(), key=lambda path: -path[1])[:width]
+    assert_beam(draft_after(target, drafter, ids, score=scored), 0, after, scored)
 
 
 class BlindDrafter(EagleDrafter):
@@ -120,7 +83,7 @@ def test_branches_see_the_noise(llama: tuple[Any, EagleDrafter]) -> None:
 @torch.no_grad()
 def test_trees_follow_the_branches(llama: tuple[Any, EagleDrafter]) -> None:
     target, drafter = llama
-    _, proposal = draft_behind(target, drafter, prompts([9])["input_ids"])
+    proposal = draft_after(target, drafter, prompts([9])["input_ids"])
     scores, candidates = proposal.logits.log_softmax(-1).topk(6)
     table = drafter.transitions(proposal, torch.tensor([3]), candidates, scores)
     assert torch.equal(table[:, 0], scores[:, 0, None].expand(-1, 6, -1))

@@ -27,7 +27,7 @@ from support.eagle3 import (
     forward,
     variant,
 )
-from support.heads import drafts, peagle_head
+from support.heads import draft_after, drafts, features_of, peagle_head
 from support.letters import letters
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
@@ -36,7 +36,6 @@ from hf_dart import DartHead, EagleDrafter, LanguageModelDrafter, TreeConfig, lo
 from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.interop.vllm import write_vllm
-from hf_dart.models.verify import features_request, gather_features
 
 EXACT = tally("float64, published EAGLE-3 heads")
 
@@ -60,14 +59,10 @@ def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -
     drafter.beam = 3
     config = json.loads((tmp_path / "config.json").read_text())
     ids = prompts([9])["input_ids"]
-    outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(list(range(9))))
-    features = gather_features(outputs, drafter.feature_layers, ids[:, :-1])
     counted = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [1, 3, 4])  # L // 2 and L - 3
     taps = config.get("eagle_aux_hidden_state_layer_ids") or [tap + 1 for tap in counted]
-    theirs = gather_features(outputs, [8] if name in JOINED else taps, ids[:, :-1])[0]
-    state = drafter.begin(1, 4)
-    drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
-    proposal = drafter.propose(state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]), 4)
+    theirs = features_of(target, [8] if name in JOINED else taps, ids)[0]
+    proposal = draft_after(target, drafter, ids, 4)
     assert isinstance(proposal, BeamProposal)
     columns = slice(None) if drafter.draft_vocabulary is None else drafter.draft_vocabulary
     weights, table = weights_of(folder), target.get_input_embeddings().weight
@@ -99,12 +94,8 @@ def test_peagle_heads_are_dart_heads(target: Any, tmp_path: Path, name: str) -> 
     assert head.draft_length == 5
     config = json.loads((tmp_path / "config.json").read_text())
     ids = prompts([9])["input_ids"]
-    outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(list(range(9))))
-    features = gather_features(outputs, head.feature_layers, ids[:, :-1])
-    theirs = gather_features(outputs, config["eagle_aux_hidden_state_layer_ids"], ids[:, :-1])[0]
-    state = head.begin(1, 4)
-    head.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
-    ours = head.propose(state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3])).logits[0]
+    theirs = features_of(target, config["eagle_aux_hidden_state_layer_ids"], ids)[0]
+    ours = draft_after(target, head, ids).logits[0]
     table = target.get_input_embeddings().weight
     expected = forward(config, weights_of(folder), table, theirs, ids[0, 1:], [], masks=4)
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)

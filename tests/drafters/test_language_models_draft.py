@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.cases import GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, run, tally
+from support.heads import assert_beam
 from support.letters import letters
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, WINDOW, nearly, prompts, tiny_target
@@ -72,20 +73,11 @@ def test_a_branch_is_what_the_model_says(family: str, config: dict[str, int]) ->
     assert isinstance(proposal, BeamProposal)
     assert isinstance(again, BeamProposal)
     for row, text in enumerate(texts):
-        first = said(drafter.model, text)
-        assert torch.allclose(first, proposal.logits[row, 0], atol=1e-5)
-        tokens = first.topk(3).indices
-        assert proposal.branches[row, 0].tolist() == tokens.tolist()
-        paths = [([int(token)], float(first[token])) for token in tokens]
-        for level in range(3):
-            found: dict[int, tuple[list[int], float]] = {}
-            for place, (path, score) in enumerate(paths):
-                expected = said(drafter.model, torch.cat([text, torch.tensor(path)]))
-                assert torch.allclose(expected, proposal.conditional[row, level, place], atol=1e-5)
-                for token, chance in enumerate((score + expected).tolist()):
-                    if token not in found or chance > found[token][1]:
-                        found[token] = ([*path, token], chance)
-            paths = sorted(found.values(), key=lambda path: -path[1])[:3]
+
+        def after(path: list[int], text: Tensor = text) -> Tensor:
+            return said(drafter.model, torch.cat([text, torch.tensor(path, dtype=torch.long)]))
+
+        assert_beam(proposal, row, after)
 
 
 def padded(rows: list[Tensor]) -> Tensor:

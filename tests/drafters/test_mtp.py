@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from support.cases import GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, run, tally
+from support.heads import draft_after, features_of
 from support.modules import with_module
 from support.sentences import one_sentence
 from support.tiny import prompts, tiny_target
@@ -66,15 +67,13 @@ def test_drafts_are_those_of_transformers(folders: Any, family: str, dtype: torc
     theirs = MtpModel.from_pretrained(known_to_stock(target)).to(dtype)
     assert all(torch.allclose(theirs.state_dict()[name], weight) for name, weight in weights.items())  # a bias is fp32
     ids = prompts([9])["input_ids"]
-    states = target(ids, output_hidden_states=True).hidden_states[-1]
-    state = drafter.begin(1, 4)
-    drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
-    proposal = drafter.propose(state, states[:, 3:8], ids[:, 4:9], torch.tensor([5]))
+    states = features_of(target, drafter.feature_layers, ids)
+    proposal = draft_after(target, drafter, ids)
     assert isinstance(proposal, BeamProposal)
     largest = 0.0
     for branch in range(2):
         cache = MtpCache(config=theirs.config)
-        hidden = theirs.forward_layer(0, states[:, :8], torch.arange(1, 9)[None], cache, input_ids=ids[:, 1:9])
+        hidden = theirs.forward_layer(0, states, torch.arange(1, 9)[None], cache, input_ids=ids[:, 1:9])
         first = theirs._project_to_logits(hidden[:, -1:])[0, 0].log_softmax(-1)
         largest = max(largest, float((first - proposal.logits[0, 0]).abs().max()))
         token, hidden = proposal.branches[0, 0, branch], hidden[:, -1:]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_dart import DartHead
 from hf_dart.drafters.base import Verified
 from hf_dart.drafters.layers import take
+from hf_dart.models.verify import features_request, gather_features
 from hf_dart.training.objective.blocks import build_blocks
 from support.tiny import VOCABULARY
 
@@ -75,3 +76,47 @@ def peagle_head(target: Any, seed: int = 0, **config: Any) -> DartHead:
             if "norm" in name:
                 weight.copy_(1 + 0.3 * torch.randn_like(weight))
     return head
+
+
+@torch.no_grad()
+def features_of(target: Any, layers: list[int], ids: Tensor) -> Tensor:
+    """Hidden states [1, T - 1, F] of a target at these layers for all but the last token of a text [1, T]."""
+    outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(layers))
+    return gather_features(outputs, layers, ids[:, :-1])
+
+
+def draft_after(target: Any, drafter: Any, ids: Tensor, depth: int | None = None, score: Any = None) -> Any:
+    """Return the draft after a text [1, T], taken in by two calls; its tokens are ranked by `score`, if given."""
+    features = features_of(target, drafter.feature_layers, ids)
+    state = drafter.begin(1, 4)
+    drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
+    last = (state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]), depth)
+    return drafter.propose(*last) if score is None else drafter.propose_ranked(*last, score)
+
+
+def assert_beam(
+    proposal: Any, row: int, after: Callable[[list[int]], Tensor], score: Callable[[int, Tensor], Tensor] | None = None
+) -> None:
+    """Check that the draft of a row goes on from the best way to each of the best tokens of every depth.
+
+    Args:
+        after: log-probabilities [V] after a path of drafted tokens.
+        score: log-scores [V] of a depth that paths are ranked by; None ranks them by log-probabilities.
+    """
+    score = score or (lambda level, chances: chances)
+    known, width = after([]), proposal.branches.shape[-1]
+    assert torch.allclose(known, proposal.logits[row, 0], atol=1e-5)
+    first = score(0, known)
+    paths = [([token], float(first[token])) for token in first.topk(width).indices.tolist()]
+    for level in range(proposal.logits.shape[1] - 1):
+        assert proposal.branches[row, level].tolist() == [path[-1] for path, _ in paths]
+        marginal, found = torch.zeros_like(known), dict[int, tuple[list[int], float]]()
+        for place, (path, so_far) in enumerate(paths):
+            expected = after(path)
+            assert torch.allclose(expected, proposal.conditional[row, level, place], atol=1e-5)
+            marginal += (so_far + expected).exp()
+            for token, chance in enumerate((so_far + score(level + 1, expected)).tolist()):
+                if token not in found or chance > found[token][1]:
+                    found[token] = ([*path, token], chance)
+        assert torch.allclose(marginal.log(), proposal.logits[row, level + 1], atol=1e-5)
+        paths = sorted(found.values(), key=lambda path: -path[1])[:width]
