@@ -65,16 +65,12 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, An
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
     """Time a call, and return the seconds and its result; an accelerator is waited for before and after it."""
-    _synchronize(device)
+    wait = torch.get_device_module(device).synchronize
+    wait(device)
     start = perf_counter()
     done = call()
-    _synchronize(device)
+    wait(device)
     return perf_counter() - start, done
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize(device)
 
 
 @dataclass(frozen=True)

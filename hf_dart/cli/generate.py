@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -28,7 +27,7 @@ def add(commands: Any) -> None:
 
 def _prompt_options() -> argparse.ArgumentParser:
     prompt = argparse.ArgumentParser(add_help=False)
-    prompt.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    prompt.add_argument("prompt", help="the text to continue")
     prompt.add_argument("--max-new-tokens", type=common.positive, default=256, help="default: %(default)s")
     prompt.add_argument(
         "--temperature", type=common.temperature, help="0 is greedy (default: the target's generation_config)"
@@ -100,9 +99,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[s
     if arguments.temperature is not None:
         sampled = {"do_sample": True, "temperature": arguments.temperature}
         options |= sampled if arguments.temperature else {"do_sample": False}
-    with as_user_error(UnicodeDecodeError, about="Standard input is no UTF-8 text"):
-        prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    check_text(prompt, "The prompt")
+    prompt = check_text(arguments.prompt, "The prompt")
     pair = common.load(arguments)
     if arguments.chat:
         prompt = _in_template(prompt, pair, arguments.thinking)

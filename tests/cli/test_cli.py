@@ -64,16 +64,6 @@ def test_generate_streams_what_stock_streams(options: list[str], capsys: pytest.
     assert re.fullmatch(r"\d+\.\d tokens/s\n", capsys.readouterr().err)
 
 
-def test_generate_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import io
-
-    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
-    assert main(["generate", "-", "--max-new-tokens", "6"]) == 0
-    piped = capsys.readouterr().out
-    assert main(["generate", PROMPT, "--max-new-tokens", "6"]) == 0
-    assert capsys.readouterr().out == piped
-
-
 def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
     shutil.copytree(TARGET, target)
