@@ -52,6 +52,21 @@ class Run:
         """The sequences without their prompts: [B, T]."""
         return self.sequences[:, self.inputs["input_ids"].shape[1] :]
 
+    @property
+    def texts(self) -> list[list[int]]:
+        """The generated tokens of each row up to its end-of-text token."""
+        ends, found = end_tokens(self.model), []
+        for row in self.generated.tolist():
+            last = next((place for place, token in enumerate(row) if token in ends), len(row))
+            found.append(row[: last + 1])
+        return found
+
+
+def end_tokens(model: Any) -> list[int]:
+    """Return the tokens that end a text."""
+    ends = model.generation_config.eos_token_id
+    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
+
 
 def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int = 0) -> Run:
     """Seed, call `model.generate(**inputs, **options)`, and time it."""

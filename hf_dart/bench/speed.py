@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_dart.bench.baselines import COMPILED, takes
-from hf_dart.bench.exact import Difference, Run, compare, differences, run
+from hf_dart.bench.exact import Difference, Run, compare, differences, end_tokens, run
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.peak_memory import peak_bytes, reset_peak
 from hf_dart.decoding.stats import DraftStats
@@ -89,7 +89,7 @@ class Measurement:
     @property
     def written(self) -> list[list[int]]:
         """Generated tokens of each row of the last repeat, up to its end-of-text token."""
-        return [row for done in self.runs[-1] for row in texts(done)]
+        return [row for done in self.runs[-1] for row in done.texts]
 
     @property
     def stats(self) -> DraftStats:
@@ -190,20 +190,5 @@ def pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> dict[s
 
 def pad_token(pair: Pair) -> int:
     """Return the token that fills up the shorter prompts of a batch."""
-    known = (pair.model.generation_config.pad_token_id, *_end_tokens(pair.model), 0)
+    known = (pair.model.generation_config.pad_token_id, *end_tokens(pair.model), 0)
     return next(int(token) for token in known if token is not None)
-
-
-def texts(done: Run) -> list[list[int]]:
-    """Return the generated tokens of each row of a run up to its end-of-text token."""
-    ends = _end_tokens(done.model)
-    found = []
-    for row in done.generated.tolist():
-        end = next((place + 1 for place, token in enumerate(row) if token in ends), len(row))
-        found.append(row[:end])
-    return found
-
-
-def _end_tokens(model: Any) -> list[int]:
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]

@@ -92,11 +92,10 @@ def demo(
 
 def _pieces(tokenizer: Any, run: Run) -> list[tuple[str, bool]]:
     """Return the text of a drafted run of one row in pieces, and whether each was drafted."""
-    from hf_dart.bench.speed import texts
     from hf_dart.view.page import origins
 
     assert run.stats is not None
-    (tokens,) = texts(run)
+    (tokens,) = run.texts
     owners = origins(len(tokens), [row[0] for row in run.stats.committed])
     runs = groupby(zip(tokens, owners, strict=True), key=lambda token: token[1][1])
     return [

@@ -79,10 +79,6 @@ def _build(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     from hf_dart.trees.ngram import build as ngram_build
 
-    files = [part.resolve() for part in arguments.parts]
-    for part, file in zip(arguments.parts, files, strict=True):
-        if files.count(file) > 1:
-            raise UserError(f"{part} is given twice and would be counted twice; give every table once.")
     with as_user_error():
         table = ngram_build.merge(arguments.parts, arguments.table, min_counts=arguments.min_counts, progress=say)
     _describe(table)

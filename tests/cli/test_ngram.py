@@ -29,7 +29,6 @@ def table(tmp_path: Path) -> NgramTable:
 def test_files_that_cannot_be_meant(tmp_path: Path, table: NgramTable, capsys: pytest.CaptureFixture[str]) -> None:
     path, content = str(table.path), table.path.read_bytes()
     for words, message in (
-        (["merge", str(tmp_path / "merged"), path, str(tmp_path / "." / "table")], "is given twice"),
         (["merge", str(tmp_path), path], "is a folder"),
         (["build", str(tmp_path), "--text", __file__], "is a folder"),
     ):
