@@ -200,20 +200,36 @@ def test_checkpoints_of_another_run(run: Path, head: Callable[[Any], Any], begun
     refused(trainer_of(run / "on", head), run / begun / "checkpoint-2", says)
 
 
-def test_an_adapter_of_another_head(tmp_path: Path) -> None:
-    for seed in (1, 2):
-        base, target = tmp_path / f"base-{seed}", tiny_target()
-        tiny_head(target, seed=seed).save_pretrained(base)
-        trainer = trainer_of(
-            tmp_path / "run",
-            lambda target, base=base: apply_lora(
-                DartHead.from_pretrained(str(base), target=target), LoraArguments(lora_rank=2)
-            ),
-        )
-        if seed == 1:
-            trainer.train()
-        else:
-            refused(trainer, tmp_path / "run" / "checkpoint-1", "was trained on another head")
+@pytest.mark.parametrize("trained", [True, False])
+def test_an_adapter_is_trained_alone_and_resumes(tmp_path: Path, trained: bool) -> None:
+    """On a head that was trained before, and on a copied layer."""
+
+    def head(target: Any, seed: int = 1) -> DartHead:
+        if not trained:
+            return copied(target)
+        base = tmp_path / f"base-{seed}"
+        if not base.exists():
+            tiny_head(target, seed=seed).save_pretrained(base)
+        return apply_lora(DartHead.from_pretrained(str(base), target=target), LoraArguments(lora_rank=2))
+
+    whole, first = trainer_of(tmp_path / "run", head), tmp_path / "run" / "checkpoint-1"
+    before = {name: value.clone() for name, value in whole.drafter.state_dict().items()}
+    whole.train()
+    after = whole.drafter.state_dict()
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all("lora_" in name or "modules_to_save" in name for name in changed)
+    resumed = trainer_of(tmp_path / "on", head)
+    resumed.train(resume_from_checkpoint=str(first))
+    last = first.with_name("checkpoint-2")
+    assert not (last / "model.safetensors").exists()
+    loaded = DartHead.from_pretrained(str(last), target=whole.target).state_dict()
+    for name, value in after.items():
+        assert torch.equal(resumed.drafter.state_dict()[name], value)
+        # What new parts were before training is not kept.
+        assert "original_module" in name or torch.equal(loaded[name], value)
+    if trained:
+        refused(trainer_of(tmp_path / "on", partial(head, seed=2)), first, "was trained on another head")
 
 
 # ---- runs that had ended ------------------------------------------------------------------------------------
