@@ -15,14 +15,24 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
+from support.chats import chat_tokenizer
 from support.scripts import command, environment
-from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import (
+    LENGTHS,
+    VOCABULARY,
+    tiny_head,
+    tiny_target,
+    tiny_trainer,
+    token_rows,
+    write_json_lines,
+)
 
 from hf_dart import DartHead, EagleDrafter, TreeConfig
-from hf_dart.training import DartTrainer, EagleTrainer
+from hf_dart.training import DartTrainer, DataArguments, EagleTrainer, load_rows
 from hf_dart.training.checkpoints import check_checkpoint, newest_checkpoint
 from hf_dart.training.lora import LoraArguments, apply_lora
 
@@ -115,6 +125,30 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) ->
     trainer = trainer_of(run, **RUN)
     trainer.train(resume_from_checkpoint=True)
     assert_is_the_whole_run(trainer, tmp_path / "other")
+
+
+def stream(folder: Path) -> Any:
+    random, names = np.random.default_rng(0), []
+    for part in range(2):
+        rows = [{"input_ids": random.integers(2, VOCABULARY, size).tolist()} for size in random.integers(6, 30, 20)]
+        names.append(write_json_lines(folder / f"{part}.jsonl", rows))
+    arguments = DataArguments(names, shares=[0.3, 0.7], streaming=True, max_length=24)
+    return load_rows(arguments, chat_tokenizer(None), 4)[0]
+
+
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.matrix), 9])
+def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None:
+    """Within the first pass through the documents, and after it."""
+    weights = []
+    for checkpoint in (None, str(tmp_path / f"checkpoint-{step}")):
+        target = tiny_target()
+        options = {"per_device_train_batch_size": 8, "max_steps": 11, "save_strategy": "steps", "save_steps": step}
+        trainer = tiny_trainer(tmp_path, tiny_head(target), target, stream(tmp_path), **options)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert trainer.state.global_step == 11
+        weights.append(trainer.drafter.state_dict())
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name])
 
 
 # ---- parts that are missing, foreign or damaged -------------------------------------------------------------
