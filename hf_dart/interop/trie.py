@@ -22,8 +22,7 @@ from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.ngram.build import TableWriter, folder_of, merge
 from hf_dart.trees.ngram.table import Array, NgramSpec, NgramTable
 
-CHUNK = 2**20
-"""Nodes that are taken in at a time."""
+_CHUNK = 2**20  # nodes that are taken in at a time; each needs about 150 bytes of memory
 _HEADER = np.dtype([("order", "<u8"), ("nodes", "<u8")])
 _NODE = np.dtype([("token", "<i4"), ("parent", "<u8"), ("count", "<i4"), ("children", "<u8")])
 _CHILD = np.dtype([("token", "<i4"), ("node", "<u8")])
@@ -37,7 +36,6 @@ def read_trie(
     *,
     tokenizer: Any = None,
     vocab_size: int | None = None,
-    chunk: int = CHUNK,
     progress: Progress = lambda line: None,
 ) -> NgramTable:
     """Write the n-grams of a `.trie` file into a new table.
@@ -49,7 +47,6 @@ def read_trie(
         path: of the table to write.
         tokenizer: that the n-grams were counted with, whose hash and size are kept in the table.
         vocab_size: V, where there is no tokenizer to ask.
-        chunk: nodes that are taken in at a time; each needs about 150 bytes of memory.
         progress: called with one line now and then.
 
     Raises:
@@ -65,7 +62,7 @@ def read_trie(
     spec = NgramSpec(order, vocab_size or len(tokenizer), hashed)
     with TemporaryDirectory(dir=folder_of(path), prefix=".trie-") as folder:
         known, parts, done = _Known(Path(folder), nodes, spec, trie), list[Path](), 0
-        for heads in _chunks(trie, nodes, chunk):
+        for heads in _chunks(trie, nodes):
             writer = TableWriter(Path(folder), spec)
             known.take(done, heads, writer)
             parts.append(Path(folder) / f"part-{done}")
@@ -91,13 +88,13 @@ def _read_header(trie: Path) -> tuple[int, int]:
     return order, nodes
 
 
-def _chunks(trie: Path, nodes: int, chunk: int) -> Iterator[Array]:
-    """Yield the heads of the nodes, without the lists of their children, `chunk` of them at a time."""
+def _chunks(trie: Path, nodes: int) -> Iterator[Array]:
+    """Yield the heads of the nodes, without the lists of their children, `_CHUNK` of them at a time."""
     content = np.memmap(trie, dtype=np.uint8, mode="r")
     mapped, place = content.data, _HEADER.itemsize
-    for first in range(0, nodes, chunk):
+    for first in range(0, nodes, _CHUNK):
         begins = []
-        for number in range(first, min(first + chunk, nodes)):
+        for number in range(first, min(first + _CHUNK, nodes)):
             begins.append(place)
             place += _NODE.itemsize
             children = int.from_bytes(mapped[place - _NODE["children"].itemsize : place], "little")

@@ -13,6 +13,7 @@ from support.letters import letters
 from support.memory import traced_peak
 from support.tries import Trie
 
+from hf_dart.interop import trie as reader
 from hf_dart.interop.trie import read_trie
 from hf_dart.trees.ngram import NgramTable
 from hf_dart.trees.ngram import build as ngram_build
@@ -42,20 +43,24 @@ def same(left: NgramTable, right: NgramTable) -> None:
 
 
 @pytest.mark.parametrize(("order", "chunk"), [(2, 2**20), (3, 11), (3, 2**20), (4, 60), (5, 40)])
-def test_a_trie_is_the_table_of_its_corpus(tmp_path: Path, order: int, chunk: int) -> None:
+def test_a_trie_is_the_table_of_its_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: int, chunk: int
+) -> None:
+    monkeypatch.setattr(reader, "_CHUNK", chunk)
     trie = filled(order, seed=order)
     table = build(documents(order), tmp_path / "built", order=order, vocab_size=VOCABULARY)
     for name, content in (("one", trie.saved()), ("other", trie.shuffled(Random(1)).saved())):
         (tmp_path / name).write_bytes(content)
-        read = read_trie(tmp_path / name, tmp_path / "table", vocab_size=VOCABULARY, chunk=chunk)
+        read = read_trie(tmp_path / name, tmp_path / "table", vocab_size=VOCABULARY)
         same(read, table)
         NgramTable.load(tmp_path / "table")  # with all checks
     assert {file.name for file in tmp_path.iterdir()} == {"built", "one", "other", "table"}
 
 
 @pytest.mark.parametrize("threshold", [2, 4, 9])
-def test_reduced_tries(tmp_path: Path, threshold: int) -> None:
+def test_reduced_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threshold: int) -> None:
     """Their root counts less than nothing, and some of their n-grams were never seen on their own."""
+    monkeypatch.setattr(reader, "_CHUNK", 10)
     trie, (first, middle, last) = filled(3, seed=1), range(VOCABULARY, VOCABULARY + 3)
     for other in range(threshold):
         trie.add([first, middle, last, other])
@@ -65,7 +70,7 @@ def test_reduced_tries(tmp_path: Path, threshold: int) -> None:
     assert trie.nodes[0]["count"] < 0
     (tmp_path / "reduced").write_bytes(trie.saved())
     vocabulary = VOCABULARY + 3
-    table = read_trie(tmp_path / "reduced", tmp_path / "table", vocab_size=vocabulary, chunk=10)
+    table = read_trie(tmp_path / "reduced", tmp_path / "table", vocab_size=vocabulary)
     NgramTable.load(tmp_path / "table")
     # What its search finds is found here, also where a context's own end was never seen without it.
     every = [[first, last] for first in range(-1, vocabulary) for last in range(vocabulary)]
@@ -103,6 +108,7 @@ def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_build, "_MERGED_AT_ONCE", 512)
+    monkeypatch.setattr(reader, "_CHUNK", 512)
 
     def peaks(count: int) -> list[int]:
         """Nodes of a trie of ``count`` documents, and the bytes that reading it takes at most."""
@@ -110,7 +116,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
         for document in documents(0, count, vocabulary=200):
             trie.add(document)
         (tmp_path / "trie").write_bytes(trie.saved())
-        reading = traced_peak(lambda: read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=200, chunk=512))
+        reading = traced_peak(lambda: read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=200))
         return [len(trie.nodes), reading]
 
     few, many = peaks(100), peaks(800)
@@ -155,12 +161,13 @@ WRONG: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("chunk", [1, 1000])
 @pytest.mark.parametrize("name", WRONG)
-def test_damaged_tries_are_refused(tmp_path: Path, name: str, chunk: int) -> None:
+def test_damaged_tries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, chunk: int) -> None:
+    monkeypatch.setattr(reader, "_CHUNK", chunk)
     content, words = WRONG[name]
     (tmp_path / "trie").write_bytes(content)
     (tmp_path / "table").write_bytes(b"what was there")
     with pytest.raises(ValueError, match=words) as error:
-        read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=VOCABULARY, chunk=chunk)
+        read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=VOCABULARY)
     message = str(error.value)
     assert "\n" not in message
     assert message.endswith("."), message
@@ -180,13 +187,14 @@ def test_files_and_vocabularies_that_are_not_there(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", seeds(40, 1500))
-def test_tries_under_attack(tmp_path: Path, part: range) -> None:
+def test_tries_under_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: range) -> None:
+    monkeypatch.setattr(reader, "_CHUNK", 50)
     content = filled(3, seed=2).reduced(3).saved()
     for seed in part:
         (tmp_path / "trie").write_bytes(damaged(content, seed))
 
         def read() -> None:
-            read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=VOCABULARY, chunk=50)
+            read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=VOCABULARY)
             NgramTable.load(tmp_path / "table")  # whatever was accepted is a table
 
         survives(read)
