@@ -81,4 +81,4 @@ KINDS: dict[str, Kind] = {}
 def kind_of(model_type: Any) -> Kind | None:
     """Return the kind of drafter whose config has that `model_type`; None if there is none."""
     known = {kind.config_class.model_type: kind for kind in KINDS.values() if kind.config_class is not None}
-    return known.get(model_type)
+    return known.get(str(model_type))  # a damaged file has anything
