@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any, Self
 
 import numpy as np
@@ -25,6 +26,13 @@ MAX_NODES = 1024
 
 _LEVELLED = 16
 """Most nodes of trees that are computed level by level, where nothing else is said."""
+
+_RANGES = {
+    **dict.fromkeys(("nodes", "top_k", "beam"), (1, MAX_NODES)),
+    "depth": (1, inf),
+    "refine": (0, MAX_DRAFT_LENGTH),  # each pass fixes one more token, from the first on
+    **dict.fromkeys(("lookup", "node_cost", "level_cost", "draft_cost", "ngram_weight"), (0, inf)),
+}
 
 _RETIRED = {"calibrate"}
 """Fields of earlier versions that saved configs may hold."""
@@ -89,18 +97,12 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         check_types(self, TreeConfig, "TreeConfig.")
-        for name, most in (("nodes", MAX_NODES), ("top_k", MAX_NODES), ("beam", MAX_NODES), ("depth", None)):
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
-            if value is not None and most is not None and value > most:
+            if value is not None and value < least:
+                raise ValueError(f"TreeConfig.{name} is {value}; give {least} or more.")
+            if value is not None and value > most:
                 raise ValueError(f"TreeConfig.{name} is {value}; give {most} or less.")
-        for name in ("lookup", "node_cost", "level_cost", "draft_cost", "ngram_weight", "refine"):
-            value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
-        if self.refine > MAX_DRAFT_LENGTH:  # each pass fixes one more token, from the first on
-            raise ValueError(f"TreeConfig.refine is {self.refine}; give {MAX_DRAFT_LENGTH} or less.")
         if self.verify_costs not in ((), []):
             # They are lists if they come from a JSON file.
             object.__setattr__(self, "verify_costs", checked_points("TreeConfig.verify_costs", self.verify_costs))

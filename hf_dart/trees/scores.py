@@ -65,40 +65,33 @@ class DraftScores:
             steps: [B, d, J, K] the drafter's log-probability of candidate k after candidate j of the depth before; J
                 is 1 where it does not depend on that. -inf where there is no candidate.
         """
-        return _OneRound(self, tokens, steps)
-
-
-class _OneRound:
-    """The `PathScorer` of one round of `DraftScores`."""
-
-    def __init__(self, formula: DraftScores, tokens: Array, steps: Array) -> None:
-        self._paper, self._weight = formula.config.scores == "paper", formula.config.ngram_weight
-        self._ngrams = formula.table if formula.context else None
-        if self._ngrams is not None:
-            self._tokens = self._ngrams.known(tokens)[:, :, None]  # [B, d, 1, K]
-        if self._paper:
+        config, ngrams = self.config, self.table if self.context else None
+        paper, known = config.scores == "paper", tokens if ngrams is None else ngrams.known(tokens)
+        if paper:
             # The epsilon would turn missing candidates into candidates.
-            self._steps = np.where(steps > -inf, np.log(np.exp(steps - _log_sum(steps)) + _EPSILON), -inf)
-        else:
-            self._steps = steps if self._ngrams is not None else bounded(steps)
+            steps = np.where(steps > -inf, np.log(np.exp(steps - _log_sum(steps)) + _EPSILON), -inf)
+        elif ngrams is None:
+            steps = bounded(steps)
 
-    def __call__(self, depth: int, columns: Array, paths: Array) -> Array:
-        steps = self._steps[:, depth]
-        if steps.shape[1] > 1:
-            steps = take(steps, columns)
-        if self._paper:
-            steps = _FADING**depth * steps
-            if self._ngrams is not None and depth > 0:
-                steps = steps + self._log_share(self._ngrams, depth, paths, _EPSILON)
-            return bounded((depth + 1) ** _LEVEL * steps)
-        if self._ngrams is None:
-            return steps
-        joined = steps + self._log_share(self._ngrams, depth, paths, _UNSEEN)
-        return bounded(joined + (_log_sum(steps) - _log_sum(joined)))
+        def shares(depth: int, paths: Array, added: float) -> Array:
+            """Weighted log-probabilities w · log(q + `added`) [B, W, K] of the candidates after each path."""
+            if ngrams is None:
+                return np.zeros(1)
+            return config.ngram_weight * np.log(ngrams.after(ngrams.known(paths), known[:, depth, None]) + added)
 
-    def _log_share(self, ngrams: NgramTable, depth: int, paths: Array, added: float) -> Array:
-        """Weighted log-probabilities w · log(q + `added`) [B, W, K] of the candidates after each path."""
-        return self._weight * np.log(ngrams.after(ngrams.known(paths), self._tokens[:, depth]) + added)
+        def score(depth: int, columns: Array, paths: Array) -> Array:
+            here = steps[:, depth]
+            if here.shape[1] > 1:
+                here = take(here, columns)
+            if paper:
+                here = _FADING**depth * here + (shares(depth, paths, _EPSILON) if depth else 0)
+                return bounded((depth + 1) ** _LEVEL * here)
+            if ngrams is None:
+                return here
+            joined = here + shares(depth, paths, _UNSEEN)
+            return bounded(joined + (_log_sum(here) - _log_sum(joined)))
+
+        return score
 
 
 def bounded(steps: Array) -> Array:
