@@ -212,19 +212,7 @@ def test_files_of_another_kind_of_drafter(target: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        {"draft_length": 0},
-        {"draft_length": 32},
-        {"denoise_steps": 0},
-        {"num_layers": 0},
-        {"unmasking": "random"},
-        {"context_window": 5},
-        {"feature_layers": [-1]},
-        {"feature_layers": [0, 3]},
-        {"num_key_value_heads": 3},
-    ],
-    ids=str,
+    "fields", [{"denoise_steps": 0}, {"num_layers": 0}, {"unmasking": "random"}, {"context_window": 5}], ids=str
 )
 def test_config_says_what_is_wrong(target: Any, fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"{next(iter(fields))}.*\\.$"):

@@ -44,7 +44,7 @@ class DartConfig(HeadConfig):
             slots do; without, d slots draft a token each, their own. DART (arXiv 2601.19278) compares both.
         selector_rank: width of the bigram selector (`hf_dart.drafters.dart.modeling`); 0 for none.
         selector_kind: "bigram", whose scores depend on the draft's hidden states, or "markov", one low-rank matrix.
-        editor: the head can run again on its own draft (`editor.Editor`, `TreeConfig.refine`).
+        editor: the head can run again on its own draft (`modeling.Editor`, `TreeConfig.refine`).
 
     Sizes, the target's and the tree's fields are those of `hf_dart.drafters.base_config.DrafterConfig`; the others, of
     copied layers and heads of other projects, are those of `hf_dart.drafters.base_config.HeadConfig`. Where the

@@ -16,8 +16,7 @@ from hf_dart.drafters import adapters
 from hf_dart.drafters.base import Proposal, Verified, pair_scores
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
-from hf_dart.drafters.dart.editor import Editor
-from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Entries
+from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Editor, Entries
 from hf_dart.drafters.layers import memory, rotation_at
 from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
@@ -362,7 +361,7 @@ class DartHead(DartModel):
         return self
 
     def add_editor(self, seed: int = 0) -> Self:
-        """Let a trained head run again on its own draft (`editor.Editor`); untrained, it changes nothing.
+        """Let a trained head run again on its own draft (`modeling.Editor`); untrained, it changes nothing.
 
         Args:
             seed: of its initial weights; the global generators are not moved.

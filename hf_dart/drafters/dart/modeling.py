@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.drafters.dart.editor import Editor
 from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm, rotation_at
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.devices import device_of, state_of
@@ -53,6 +52,39 @@ class Edits(NamedTuple):
 
     mask: Tensor
     draft: Callable[[Tensor], Tensor]
+
+
+class Editor(nn.Module):
+    """Layers of edit passes, which put a draft token into a mask slot and correct the hidden state there.
+
+    The head runs again on its own draft (as DEdit does, arXiv 2609.38510, here on the head itself): first draft, edited
+    draft, 1 to 3 passes. Mask slot j, which drafts token j + 1, now holds draft token j and what the first pass knew
+    there. The token stands where a real position has the token after it; the missing features are guessed from it and
+    from the slot's hidden state. The pass corrects that state, by nothing as long as the editor is untrained.
+
+    If a slot attends to earlier slots only, its new distribution is that of token j + 1 after the draft tokens 1..j,
+    and passes are Jacobi iterations: the k-th has the k + 1 first tokens of the draft that tokens drafted one by one
+    would have. That needs the passes to be one function of the draft: all start from the hidden states of the first
+    pass, never from each other's.
+    """
+
+    def __init__(self, config: DartConfig) -> None:
+        super().__init__()
+        self.fc = nn.Linear(config.embedding_size + config.hidden_size, config.hidden_size, bias=False)
+        self.correction = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def features(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Fused features [..., H] of slots, from normed embeddings [..., E] and hidden states [..., H]."""
+        return self.fc(torch.cat([embeddings, hidden], dim=-1))
+
+    def forward(self, first: Tensor, again: Tensor) -> Tensor:
+        """Hidden states [..., H] of the edited draft.
+
+        Args:
+            first: [..., H] of the first draft.
+            again: [..., H] of the pass over the slots that hold it.
+        """
+        return first + self.correction(again)
 
 
 class DartModel(TrainedDrafter):
@@ -141,7 +173,7 @@ class DartModel(TrainedDrafter):
         return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """Return the entries of slots that hold a draft (`hf_dart.drafters.dart.editor.Editor`).
+        """Return the entries of slots that hold a draft (`Editor`).
 
         Args:
             tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.
