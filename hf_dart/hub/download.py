@@ -59,7 +59,7 @@ def optional_file(path: str, name: str, **where: Any) -> Path | None:
     Raises:
         OSError: the Hub does not give it.
     """
-    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
+    with hub_errors(path, **where):
         found = cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
 
@@ -108,7 +108,7 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     refuse_unknown(where, (*HUB_OPTIONS, *_WITHOUT_USE), "Loading a drafter takes no option")
     if missing_folder(path):
         raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
-    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
+    with hub_errors(path, **where):
         found = cached_file(path, "config.json", **where)
     if found is None:
         if inside := head_inside(path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import (
@@ -23,12 +24,14 @@ except ImportError:  # huggingface_hub 1
 
 
 @contextmanager
-def hub_errors(repository: str, *, token: str | bool | None = None, revision: str | None = None) -> Iterator[None]:
+def hub_errors(
+    repository: str, *, token: str | bool | None = None, revision: str | None = None, **others: Any
+) -> Iterator[None]:
     """Errors of the Hub inside become an OSError with one sentence; others pass.
 
     Args:
         repository: what is read or written.
-        token, revision: what it is read or written with.
+        token, revision, others: what it is read or written with; the others are of no matter here.
 
     Raises:
         OSError: the Hub or its client refused.

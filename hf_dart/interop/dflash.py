@@ -144,7 +144,7 @@ def _read_assistant(fields: Fields) -> dict[str, Any]:
         **_block(fields, backbone),
         # In this format a window reaches equally far in both directions, its end included.
         "layers": tuple((False, window) for window in read_windows(fields, backbone.num_hidden_layers)),
-        "names": {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"},
+        "names": {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."},
         "feature_layers": _feature_layers(fields, backbone, None),
     }
     fields.finish(HARMLESS)
@@ -182,7 +182,7 @@ def _variant_fields(kind: str, fields: Fields, backbone: Qwen3Config) -> dict[st
             raise fields.wrong("conv_group_size", group, f"a divisor of {backbone.hidden_size}")
         fields.integer("selector_top_k", 1, MANY, 16)  # ours is `TreeConfig.top_k`
         rank = fields.integer("selector_rank", 1, 2**14, 256)
-        names = {"selector": "candidate_selector"}
+        names = {r"^selector\.": "candidate_selector."}
         return {**known, "convolution": (taps, group), "selector": ("pairs", rank), "names": names}
     if kind == "dspark":
         rank = fields.integer("markov_rank", 0, 2**14, 256)
@@ -194,7 +194,7 @@ def _variant_fields(kind: str, fields: Fields, backbone: Qwen3Config) -> dict[st
         return {
             **known,
             "selector": ({"vanilla": "markov", "gated": "gated"}[head], rank) if rank else None,
-            "names": {"selector": "markov_head"},
+            "names": {r"^selector\.": "markov_head."},
             "ignored": ("confidence_head.", "embed_tokens.", "lm_head.", "rotary_emb."),
         }
     return known

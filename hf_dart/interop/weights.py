@@ -72,9 +72,6 @@ def _draft_tokens(path: str, d2t: Tensor, t2d: Tensor | None, vocab_size: int) -
         d2t: [M] what is to be added to a draft token to get the target's.
         t2d: [V] bool, which tokens are scored; None if the file does not say it again.
         vocab_size: V.
-
-    Raises:
-        ValueError: they are no different tokens of the vocabulary.
     """
     tokens = torch.arange(len(d2t)) + d2t
     inside = (tokens >= 0) & (tokens < vocab_size)

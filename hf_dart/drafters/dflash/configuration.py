@@ -35,7 +35,7 @@ class DFlashShape:
         draft_vocab_size: M, how many tokens an LM head of the drafter's own scores; None for the target's LM head.
         embedding_scale: factor on the target's embedding table.
         logit_scale, logit_cap: factor on the target's logits, then the bound c of c tanh(x / c).
-        names: how this format names tensors that ours names otherwise.
+        names: renamings (`hf_dart.interop.weights.renamed`) of our tensors to those of this format.
         ignored: what names of tensors begin with that are not used.
     """
 

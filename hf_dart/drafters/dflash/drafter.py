@@ -34,7 +34,7 @@ from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import head_config, refuse_fields, weight_files
 from hf_dart.interop.dflash import dflash_format
-from hf_dart.interop.weights import read_weights, vocabulary_maps
+from hf_dart.interop.weights import read_weights, renamed, vocabulary_maps
 from hf_dart.models.devices import as_dtype, rows_of
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import tokenizer_beside
@@ -277,7 +277,6 @@ def _check_mask_token(token: int, tokenizer: Any) -> None:
 
 
 def _published_name(name: str, names: dict[str, str], stored: Mapping[str, Any]) -> str:
-    module, _, rest = name.partition(".")
-    theirs = f"{names.get(module, module)}.{rest}"
+    theirs = renamed(name, names)
     # Codebooks are plain tensors in z-lab's files, and those of embeddings in what its code writes.
     return f"{theirs}.weight" if theirs not in stored and f"{theirs}.weight" in stored else theirs
