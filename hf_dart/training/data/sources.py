@@ -272,9 +272,7 @@ def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: b
     try:
         rows = documents.map(encoder, **options)
         first = next(iter(rows), None)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{encoder.source} is no UTF-8 text ({sentence(error)}).") from error
-    except SystemError as error:  # what pyarrow raises where lengths in a damaged file are impossible
+    except (UnicodeDecodeError, SystemError) as error:  # pyarrow's, where lengths in a damaged file are impossible
         raise ValueError(f"{encoder.source} is damaged ({sentence(error)}); write or fetch it again.") from error
     if first is None:
         needed = encoder.pack.draft_length + 1
