@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from transformers import TrainerState
-
+from hf_dart.hub.facts import publishable
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.training.trainers.arguments import DrafterTrainingArguments
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
@@ -24,28 +22,26 @@ def last_evaluation(logs: list[dict[str, float]]) -> dict[str, float] | None:
     return {name: value for logged in of_last_step for name, value in logged.items()} or None
 
 
-def training_record(
-    args: DrafterTrainingArguments, state: TrainerState, best_from: int | None, **about: Any
-) -> dict[str, Any]:
+def training_record(trainer: Any) -> dict[str, Any]:
     """Describe what a run has done so far; what is not known is left out.
 
     Args:
-        args, state: of the trainer.
-        best_from: how much had been logged when the best weights were loaded; None: they are those of the last step.
-        about: more about the weights, added to the record.
+        trainer: a `DrafterTrainer`.
 
     Returns:
         loss: the preset's name; objective: every field of it; steps: optimizer steps that the weights have seen;
         tokens: of all rows read, padding left out; rows_per_step, anchors_per_row; evaluation: the weights' last
         metrics; optimizer, learning_rate, schedule, seed; precision: of autocast; processes, hardware, versions;
-        and `about`.
+        fields of the trainer's own; dtypes of weights and target; recipe: the options that `hf-dart train` was given,
+        tokens of the Hub and local folders left out.
     """
+    args, state, recipe = trainer.args, trainer.state, trainer.recipe
     step, logs = state.global_step, state.log_history
     evaluation = last_evaluation(logs)
-    if best_from is not None:
+    if trainer.best_from is not None:
         step = state.best_global_step
         at = [logged for logged in logs if logged["step"] == step]
-        evaluation = last_evaluation(logs[best_from:]) or last_evaluation(at)
+        evaluation = last_evaluation(logs[trainer.best_from :]) or last_evaluation(at)
     record: dict[str, Any] = {
         "loss": args.loss,
         "objective": asdict(args.objective),
@@ -62,7 +58,10 @@ def training_record(
         "processes": args.world_size,
         "hardware": hardware(args.device),
         "versions": versions(_PACKAGES),
-        **about,
+        **trainer.own_record(),
+        "weights_dtype": str(trainer.drafter.dtype).removeprefix("torch."),
+        "target_dtype": str(trainer.target.dtype).removeprefix("torch."),
+        "recipe": None if recipe is None else publishable(recipe),
     }
     return {name: value for name, value in record.items() if value is not None}
 

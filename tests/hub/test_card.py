@@ -25,6 +25,7 @@ from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training.recipe import parser
+from hf_dart.training.record import training_record
 from hf_dart.view.tables import as_table
 
 registered()  # fills KINDS
@@ -153,7 +154,7 @@ def test_the_training_is_told_by_the_trainer(tmp_path: Path) -> None:
     assert private.training["recipe"] == {"target": "llama", "train_data": ["mails.jsonl", "me/data"]}
     assert "train_data:\n- mails.jsonl\n- me/data" in render_card(private)
     trainer.recipe = recipe
-    assert trainer.record()["recipe"] == private.training["recipe"]
+    assert training_record(trainer)["recipe"] == private.training["recipe"]
 
     # A record that says less gives a card that says less.
     thin = {"steps": 3, "revealed_share": 0.75}

@@ -19,6 +19,7 @@ from torch import Tensor
 from hf_dart import DartHead, TreeConfig
 from hf_dart.training import DartTrainer, losses
 from hf_dart.training.objective.losses import NO_LABEL
+from hf_dart.training.record import training_record
 from hf_dart.training.trainers.evaluate import count_drafts, counts_by_row, draft_figures, first_prompts
 from hf_dart.trees.chain import best_chain
 
@@ -219,10 +220,10 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
     assert trainer.state.best_metric == 2.0
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert all(torch.equal(value, weights[1][name]) for name, value in head.state_dict().items())
-    record = trainer.record()
+    record = training_record(trainer)
     assert (record["steps"], record["evaluation"]["eval_tau"]) == (2, 2.0)
     trainer.evaluate(metric_key_prefix="eval")
-    record = trainer.record()
+    record = training_record(trainer)
     assert (record["steps"], record["evaluation"]["eval_tau"]) == (2, 3.0)
 
 

@@ -21,7 +21,7 @@ from transformers import EvalPrediction, PreTrainedModel
 
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
-from hf_dart.hub.facts import TRAINING_RECORD, publishable
+from hf_dart.hub.facts import TRAINING_RECORD
 from hf_dart.hub.publish import push_folder
 from hf_dart.training.checkpoints import Patience, WholeCheckpoints
 from hf_dart.training.data.images import collate
@@ -353,22 +353,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             file = Path(output_dir or self.args.output_dir, TRAINING_RECORD)
-            file.write_text(json.dumps(self.record(), indent=2) + "\n", encoding="utf8")
-
-    def record(self) -> dict[str, Any]:
-        """Record of the training so far, as `training_record` gives it, with dtypes and what `own_record` adds.
-
-        `recipe` holds the options that `hf-dart train` was given, tokens of the Hub and local folders left out.
-        """
-        return training_record(
-            self.args,
-            self.state,
-            self.best_from,
-            **self.own_record(),
-            weights_dtype=str(self.drafter.dtype).removeprefix("torch."),
-            target_dtype=str(self.target.dtype).removeprefix("torch."),
-            recipe=None if self.recipe is None else publishable(self.recipe),
-        )
+            file.write_text(json.dumps(training_record(self), indent=2) + "\n", encoding="utf8")
 
     def push_to_hub(
         self,
