@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from peft import LoraConfig
 
@@ -23,16 +22,6 @@ class LoraArguments:
     copy_layer: str | None = option(
         None, "a new head's layers are frozen copies of the target's from this one on, or its 'last'"
     )
-
-    def head_options(self) -> dict[str, Any]:
-        """Options of `DartHead.from_target`.
-
-        Raises:
-            ValueError: `copy_layer` is neither a number nor "last".
-        """
-        if self.copy_layer is None:
-            return {}
-        return {"copy_layer": self.copy_layer if self.copy_layer == "last" else int(self.copy_layer)}
 
 
 def apply_lora(head: TrainedDrafter, arguments: LoraArguments) -> TrainedDrafter:

@@ -149,7 +149,9 @@ def _head(
     arguments: DrafterArguments, lora: LoraArguments, model: PreTrainedModel, tokenizer: Any, selector_only: bool
 ) -> Any:
     """Return a new drafter, or the given one, with weights in float32."""
-    config = {**arguments.config(), **lora.head_options()}
+    config, copied = arguments.config(), lora.copy_layer
+    if copied is not None:
+        config["copy_layer"] = copied if copied == "last" else int(copied)
     config.pop("draft_vocab_size", None)  # chosen when the rows are there
     kind = trainers()[arguments.drafter][0]
     if "selector_rank" in config and not selector_only:

@@ -250,12 +250,11 @@ def test_arguments_are_flags(target: Any, base: str) -> None:
     (arguments,) = HfArgumentParser(LoraArguments).parse_args_into_dataclasses(  # type: ignore[arg-type]
         ["--lora_rank", "3", "--lora_targets", "q_proj", "fc", "--copy_layer", "1"]
     )
-    assert arguments.head_options() == {"copy_layer": 1}
+    assert arguments.copy_layer == "1"
     head = apply_lora(DartHead.from_pretrained(base, target=target), arguments)
     config = head.peft_config["default"]
     assert (config.r, config.lora_alpha, set(config.target_modules)) == (3, 6, {"q_proj", "fc"})
     assert not apply_lora(DartHead.from_pretrained(base, target=target), LoraArguments()).adapted
-    assert LoraArguments(copy_layer="last").head_options() == {"copy_layer": "last"}
     for wrong in (LoraArguments(lora_rank=0), LoraArguments(lora_rank=2, lora_dropout=1.5)):
         with pytest.raises(ValueError):  # noqa: PT011  PEFT's and torch's own
             apply_lora(DartHead.from_pretrained(base, target=target), wrong)

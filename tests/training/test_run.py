@@ -144,6 +144,12 @@ def test_edit_passes_are_trained_by_the_command(recipe: Path) -> None:
     assert head.editor.correction.weight.abs().sum() > 0
 
 
+def test_a_layer_of_the_target_is_copied(recipe: Path) -> None:
+    change(recipe, "feature_layers", "draft_vocab_size", copy_layer=7, lora_rank=2)
+    assert main(["train", str(recipe)]) == 0
+    assert loaded(run_of(recipe) / "final").config.copied_layer == 7
+
+
 @pytest.mark.parametrize("lora", [False, True])
 def test_a_part_of_a_given_head_is_trained(recipe: Path, lora: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Its selector, or an adapter, which a run of more steps goes on with; its tree is changed, too."""
