@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dart.drafters.registry import trainers
 from hf_dart.errors import sentence
@@ -30,7 +31,7 @@ from hf_dart.trees.config import TreeConfig
 FINAL = "final"
 """Folder of a run that holds the trained head."""
 
-# What a run leaves that ended before its first checkpoint.
+# What a run leaves that ended before its first checkpoint was whole.
 _OF_NO_USE = {"recipe.yaml", "runs", "logs"}
 
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
@@ -113,7 +114,8 @@ def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
     """
     folder = Path(output_dir)
     if asked is None or asked.lower() == "false":
-        if folder.is_dir() and {path.name for path in folder.iterdir()} - _OF_NO_USE:
+        others = (path.name for path in folder.glob("*") if not path.name.startswith(PREFIX_CHECKPOINT_DIR))
+        if newest_checkpoint(folder) or set(others) - _OF_NO_USE:
             raise ValueError(
                 f"The folder {output_dir} is not empty; go on with its newest checkpoint by resume_from_checkpoint, or "
                 "give another output_dir."

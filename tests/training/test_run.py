@@ -94,7 +94,7 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     assert not torch.equal(head.fc.weight, untrained.fc.weight)
 
     left = run / "left"
-    left.mkdir()
+    (left / "checkpoint-1").mkdir(parents=True)
     (left / "recipe.yaml").write_text("max_steps: 1")
     assert checkpoint_of(str(left), None) is None  # nothing of a run that ended before its first checkpoint is lost
     assert main(["train", str(recipe)]) == 2
