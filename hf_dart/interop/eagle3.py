@@ -48,7 +48,7 @@ _REMARKS = (
     "name_or_path", "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states",
 )  # fmt: skip
 _AUX_NORMS = {rf"^fusion_norm\.{index}\.": f"aux_norm_{name}." for index, name in enumerate(("low", "mid", "high"))}
-# What an `eagle_config` of anything but an EAGLE-3 head says otherwise.
+# Fields of an `eagle_config` and what an EAGLE-3 head has there, first what stands for a missing one.
 _NESTED: dict[str, tuple[Any, ...]] = {
     "use_aux_hidden_state": (True,),
     "use_input_layernorm_in_first_layer": (True,),
