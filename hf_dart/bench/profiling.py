@@ -13,7 +13,6 @@ import torch
 from hf_dart.bench import speed
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.speed import Settings
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import STOCK
@@ -77,7 +76,7 @@ def measure(
     endless = copy.deepcopy(pair.model.generation_config)
     endless.do_sample, endless.eos_token_id = False, None
     mode = {"generation_config": endless, "do_sample": False}
-    settings = Settings(1, context, rounds + 1, repeats, batches=(1,))
+    settings = speed.Settings(1, context, rounds + 1, repeats, batches=(1,))
     methods = {name: {"assistant": head, "tree_config": tree} for name, tree in trees.items()}
     measured = speed.measure(pair, [prompt], settings, methods, {"greedy": mode}, quiet)
     runs: dict[str, list[Any]] = {one.method: list(chain.from_iterable(one.runs)) for one in measured}
