@@ -54,7 +54,7 @@ def test_levels_are_measured_where_states_run_by_them(family: str, monkeypatch: 
     for timing in (exact, stats):
         monkeypatch.setattr(timing, "perf_counter", lambda: passes.now)
     pair = Pair(target, tiny_head(target), None, "target", "head")
-    found = measure(pair, context=6, rounds=8, repeats=1, sizes=(1, 4))
+    found = measure(pair, context=6, rounds=16, repeats=1, sizes=(1, 4))
     assert "level_cost" not in found.tree if family == "qwen3_5" else 0.7 < found.tree["level_cost"] <= 1
 
 
