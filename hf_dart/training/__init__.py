@@ -9,7 +9,7 @@ from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import DiffusionTrainer, DiffusionTrainingArguments
 from hf_dart.training.trainers.eagle import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
-from hf_dart.training.trainers.evaluate import DecodingCallback
+from hf_dart.training.trainers.evaluation import DecodingCallback
 
 __all__ = [
     "DartTrainer",

@@ -26,7 +26,7 @@ from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.recipe import read_recipe
-from hf_dart.training.trainers.evaluate import draft_figures
+from hf_dart.training.trainers.evaluation import draft_figures
 from hf_dart.trees.ngram.build import build
 
 ROOT = Path(__file__).parents[2]

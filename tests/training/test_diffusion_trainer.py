@@ -17,9 +17,9 @@ from transformers import default_data_collator
 from hf_dart import DiffusionDrafter
 from hf_dart.drafters.diffusion.drafter import MASK
 from hf_dart.training import DiffusionTrainer
-from hf_dart.training.objective.blocks import labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL, masked_cross_entropy
 from hf_dart.training.trainers.diffusion import draw_times
+from hf_dart.training.trainers.drafts import goals_and_labels
 from hf_dart.training.trainers.trainer import seeded
 
 
@@ -75,8 +75,7 @@ def test_only_what_is_learnt_is_computed(tmp_path: Path, share: bool) -> None:
     batch = drawn_batch(trainer, token_rows(LENGTHS))
     loss, drafts = trainer.summed_loss(drafter, batch)
     present = batch["anchors"] >= 0
-    rows, places = present.nonzero()[:, :1], target_positions(batch["anchors"][present], 4)
-    labels = labels_after(batch["input_ids"], batch["documents"], rows, places)
+    _, labels = goals_and_labels(batch, drafter.draft_length)
     masked, times = batch["slots"][present] == MASK, batch["times"][present]
     assert (masked & (labels == NO_LABEL)).any()
     assert (~masked).any()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hf_dart import DartHead
 from hf_dart.training import EditTrainer, EditTrainingArguments
-from hf_dart.training.objective.blocks import labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL
+from hf_dart.training.trainers.drafts import goals_and_labels
 from hf_dart.training.trainers.edit import coupled_draft
 
 TARGET = tiny_target(torch.float64)
@@ -55,7 +55,7 @@ def passes(trainer: EditTrainer) -> tuple[dict[str, Any], Tensor, Tensor, Tensor
     features, target_logits = trainer.teach(inputs["input_ids"], inputs["documents"])
     first = trainer.block_states(trainer.drafter, inputs, features, target_logits)
     present, count = inputs["anchors"] >= 0, trainer.drafter.draft_length
-    truth = inputs["input_ids"][present.nonzero()[:, :1], target_positions(inputs["anchors"][present], count)[:, 1:]]
+    truth = inputs["input_ids"].flatten()[goals_and_labels(inputs, count)[0][:, 1:]]
     return inputs, features, first, held[0].unflatten(1, (-1, count - 1))[present], truth
 
 
@@ -163,8 +163,7 @@ def test_revealed_blocks_learn_what_is_masked(tmp_path: Path) -> None:
     loss = trainer.summed_loss(head, inputs)[0]
     assert loss > 0
     present = inputs["anchors"] >= 0
-    places = target_positions(inputs["anchors"][present], head.draft_length)
-    labels = labels_after(inputs["input_ids"], inputs["documents"], present.nonzero()[:, :1], places)
+    _, labels = goals_and_labels(inputs, head.draft_length)
     surprise = -head.logits(inputs["edited"][present]).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])
     counted = inputs["masked"][present] & (labels != NO_LABEL)
     by_hand = (torch.where(counted, surprise[..., 0], 0).mean(-1) / inputs["times"][present]).sum()

@@ -69,9 +69,8 @@ def _together(rows: Sequence[Mapping[str, Any]], name: str, width: int) -> Tenso
     found = [row.get("beside", {}).get(name) for row in rows]
     shapes = [(1, len(row["input_ids"])) for row in rows]
     if all(value is None or value.shape == shape for value, shape in zip(found, shapes, strict=True)):
-        kind = next(value.dtype for value in found if value is not None)
-        blank = [torch.zeros(shape, dtype=kind) for shape in shapes]
-        marks = [none if value is None else value for value, none in zip(found, blank, strict=True)]
+        one = next(value for value in found if value is not None)
+        marks = (one.new_zeros(shape) if value is None else value for value, shape in zip(found, shapes, strict=True))
         return torch.cat([_widened(value, width, 0) for value in marks])
     return torch.cat([value for value in found if value is not None])
 

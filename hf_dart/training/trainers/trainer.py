@@ -32,7 +32,7 @@ from hf_dart.training.objective.losses import NO_LABEL, log_acceptance
 from hf_dart.training.record import training_record
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
 from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
-from hf_dart.training.trainers.evaluate import (
+from hf_dart.training.trainers.evaluation import (
     DecodingCallback,
     agreement,
     counts_by_row,
