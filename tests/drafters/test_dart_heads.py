@@ -1,7 +1,8 @@
-"""The head: its draft cache, its files, what it leaves alone."""
+"""DART heads: one pass of training is one pass of drafting, the output stays stock's, and files load again."""
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from threading import Thread
@@ -10,21 +11,323 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
-from support.compare import assert_identical, run
-from support.tiny import prompts, tiny_head, tiny_target
+from support import tiny_training
+from support.cases import MODES
+from support.compare import assert_identical, run, tally
+from support.heads import histories, in_one_pass
+from support.letters import letters
+from support.sentences import one_sentence
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 
-from hf_dart import DartConfig, DartHead
+from hf_dart import DartCandidateGenerator, DartConfig, DartHead
 from hf_dart.decoding.api import attach, detach
+from hf_dart.drafters.base import Proposal
+from hf_dart.drafters.vocabulary import unused_token
+from hf_dart.hub.loading import load_target
+from hf_dart.interop.vllm import write_vllm
 from hf_dart.models.trial import check_verification
+from hf_dart.training.data.frequent import frequent_tokens
+from hf_dart.trees.vocabulary import spread
 
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+SOME = [3, 4, 7, 8, 11, 15, 19, 20, 21, 22, 26, 27, 30, 31, 40, 41, 42, 46, 47]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "one token, one feature": {"draft_length": 1, "feature_layers": [1]},
+    "two tokens, one key": {"draft_length": 2, "num_attention_heads": 4, "num_key_value_heads": 1},
+    "three layers": {"num_layers": 3, "num_key_value_heads": 4, "head_dim": 4, "feature_layers": [2]},
+    "bidirectional": {"num_layers": 2, "block_attention": "bidirectional"},
+    "bidirectional, one token": {"num_layers": 2, "block_attention": "bidirectional", "draft_length": 1},
+    "bidirectional, two tokens": {"block_attention": "bidirectional", "draft_length": 2},
+    "five layers": {"num_layers": 5},
+    "injected": {"num_layers": 2, "inject_features": True},
+    "injected, bidirectional": {"num_layers": 3, "inject_features": True, "block_attention": "bidirectional"},
+    "not shifted": {"num_layers": 2, "shift_logits": False},
+    "not shifted, bidirectional": {"shift_logits": False, "block_attention": "bidirectional", "inject_features": True},
+    "peagle": {"num_layers": 2, "mask_mode": "peagle", "mask_token_id": 46},
+    "some tokens": {"draft_vocabulary": SOME},
+    "some tokens, a selector": {"draft_vocabulary": SOME, "selector_rank": 4, "inject_features": True},
+}
+EXACT = tally("float64, options of the head")
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def target() -> Any:
     return tiny_target("qwen3")
+
+
+def head_with(target: Any, option: str, **config: Any) -> DartHead:
+    head = tiny_head(target, **OPTIONS[option], **config)
+    if head.selector is not None:
+        torch.nn.init.normal_(head.selector.context.weight, generator=torch.Generator().manual_seed(4))
+    return head
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_drafting_is_the_training_pass(target: Any, option: str, batch: int) -> None:
+    """After any history of ragged extends and proposes."""
+    head = head_with(target, option)
+    state = head.begin(batch, 2)  # too small: it has to grow
+    for number, (seen, features, tokens) in enumerate(histories(head.config.features_width, batch, 10)):
+        if number % 3 == 2:
+            head.extend(state, *seen)
+            continue
+        depth = (None, 1, min(3, head.draft_length))[number // 3 % 3]
+        proposal = head.propose(state, *seen, depth)
+        assert state.lengths.tolist() == [len(row) for row in tokens]
+        for row, count in enumerate(seen.counts):
+            if count:  # a row without news keeps its older draft
+                expected = in_one_pass(head, features[row], tokens[row])[:depth]
+                torch.testing.assert_close(proposal.logits[row], expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_early_slots_of_bidirectional_heads_look_at_later_ones(target: Any) -> None:
+    """What sets it apart from a causal head of the same weights."""
+    features = torch.randn(4, 96, dtype=torch.float64)
+    tokens = torch.tensor([2, 3, 4, 5])
+    proposals = []
+    for head in (tiny_head(target, block_attention="bidirectional"), tiny_head(target)):
+        proposals.append(head.propose(head.begin(1, 8), features[None], tokens[None], torch.tensor([4])).logits[0])
+    assert torch.equal(proposals[0][0], proposals[1][0])  # the last real position sees no slot
+    assert (proposals[0][1:-1] - proposals[1][1:-1]).abs().amax(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.matrix), 4])
+def test_the_output_is_stocks(target: Any, option: str, size: int) -> None:
+    head = head_with(target, option)
+    inputs = prompts([9, 3, 7, 13][:size])
+    for mode in ("greedy", "top-p, penalty") if size == 1 else ("T=1", "several EOS"):
+        assert_identical(target, head, inputs, **MODES[mode], max_new_tokens=20, into=EXACT)
+
+
+# ---- training ---------------------------------------------------------------------------------------------
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "injected": {"num_layers": 2, "inject_features": True, "block_attention": "bidirectional"},
+    "peagle": {"mask_mode": "peagle", "mask_token_id": 60},
+    "some tokens": {"draft_vocabulary": list(range(0, 61, 2))},
+}
+
+
+@pytest.mark.parametrize("option", TRAINED)
+def test_the_trainer_reaches_every_weight(option: str, tmp_path: Path) -> None:
+    target = tiny_training.tiny_target()
+    head = tiny_training.tiny_head(target, **TRAINED[option])
+    before = {name: value.clone() for name, value in head.named_parameters()}
+    rows = tiny_training.token_rows(tiny_training.LENGTHS * 4)
+    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows, max_steps=20, logging_steps=4, bf16=True)
+    trainer.train()
+    logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[-1] < 0.9 * logs[0]
+    assert all(not torch.equal(value, before[name]) for name, value in head.named_parameters())
+
+
+@pytest.mark.parametrize("loss", ["dart", "left_to_right", "dpace", "lk"])
+def test_losses_over_a_draft_vocabulary(loss: str, tmp_path: Path) -> None:
+    """With every token in it nothing changes; with some, they are those of the restricted distributions."""
+    target = tiny_training.tiny_target(torch.float64)
+    rows = tiny_training.token_rows([[24], [12, 12]])
+    head = tiny_training.tiny_head(target)
+    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows, loss=loss)
+    batch = tiny_training.batch_of(rows, head.draft_length, 24)
+    whole = trainer.compute_loss(head, batch)
+    head.reduce_vocabulary(range(tiny_training.VOCABULARY))
+    torch.testing.assert_close(trainer.compute_loss(head, batch), whole, rtol=1e-12, atol=0)
+    # Logits of tokens outside are as good as not there if the target never says them, nor the text.
+    some = torch.arange(0, 50)
+    head.reduce_vocabulary(some)
+    batch["input_ids"] %= 50
+    partial = trainer.compute_loss(head, batch)
+    head.reduce_vocabulary(None)
+    unsaid = torch.zeros(tiny_training.VOCABULARY, dtype=torch.float64).index_fill(0, torch.arange(50, 61), -1e3)
+    hook = target.lm_head.register_forward_hook(lambda module, args, output: output + unsaid)
+    torch.testing.assert_close(trainer.compute_loss(head, batch), partial, rtol=1e-9, atol=1e-12)
+    hook.remove()
+
+
+def test_tau_counts_what_is_never_drafted(tmp_path: Path) -> None:
+    target = tiny_training.tiny_target(torch.float64)
+    head = tiny_training.tiny_head(target)
+    rows = tiny_training.token_rows(tiny_training.LENGTHS * 2)
+    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows)
+    before = trainer.evaluate(rows)
+    with torch.no_grad():
+        chosen = target(torch.stack([row["input_ids"] for row in rows])).logits.argmax(-1)
+    never = sorted(set(range(tiny_training.VOCABULARY)) - set(chosen.flatten().tolist()))
+    head.reduce_vocabulary(never)
+    after = trainer.evaluate(rows)
+    assert after["eval_tau"] == 1
+    assert 1 <= after["eval_tau_sampled"] < before["eval_tau_sampled"]
+
+
+# ---- draft vocabularies -----------------------------------------------------------------------------------
+
+
+def test_rows_of_the_lm_head_are_copied_once_and_anew_when_they_change() -> None:
+    target = tiny_target("gptj", "eager")  # its LM head has a bias
+    head = tiny_head(target, draft_vocabulary=SOME)
+    hidden = torch.randn(2, 3, head.config.hidden_size, dtype=torch.float64)
+    lm_head = target.get_output_embeddings()
+    torch.nn.init.normal_(lm_head.bias)
+    for _ in range(2):
+        torch.testing.assert_close(head.logits(hidden), lm_head(hidden)[..., SOME], **CLOSE)
+        with torch.no_grad():
+            lm_head.weight.mul_(2)
+    head.reduce_vocabulary(SOME[:4])
+    torch.testing.assert_close(head.logits(hidden), lm_head(hidden)[..., SOME[:4]], **CLOSE)
+    assert head.reduce_vocabulary(None).logits(hidden).shape == (2, 3, VOCABULARY)
+
+
+def test_scores_are_those_of_the_whole_vocabulary_given_the_part(target: Any) -> None:
+    """The same candidates, ranked with the same noise and penalties."""
+    head = head_with(target, "some tokens")
+    inputs, options = prompts([9]), {**MODES["top-p, penalty"], "max_new_tokens": 24}
+    assert_identical(target, head, inputs, **options)
+    part = head.last_stats.to_dict()
+    head.reduce_vocabulary(range(VOCABULARY))
+    assert_identical(target, head, inputs, **options)
+    all_ids = head.last_stats.to_dict()
+    head.reduce_vocabulary(None)
+    assert_identical(target, head, inputs, **options)
+    assert all_ids["accepted_per_depth"] == head.last_stats.to_dict()["accepted_per_depth"]
+    assert part["tokens"] == all_ids["tokens"]
+
+
+@torch.no_grad()
+def test_a_selector_weighs_logits_of_a_draft_vocabulary(target: Any) -> None:
+    """As it does those of all tokens, with noise on the scores or without."""
+    head = head_with(target, "some tokens, a selector")
+    generator = torch.Generator().manual_seed(5)
+    head.selector.log_weight.weight.normal_(generator=generator)
+    vocabulary, depth = head.draft_vocabulary, head.draft_length
+    hidden = torch.randn(2, depth, head.config.hidden_size, generator=generator, dtype=torch.float64)
+    logits = torch.randn(2, depth, len(vocabulary), generator=generator, dtype=torch.float64)
+    columns = logits.topk(5).indices
+    scores = torch.randn(columns.shape, generator=generator, dtype=torch.float64)
+    some = head.transitions(Proposal(logits, hidden, vocabulary), vocabulary[:2], vocabulary[columns], scores)
+    everywhere = Proposal(spread(logits, vocabulary, VOCABULARY), hidden)
+    assert torch.equal(some, head.transitions(everywhere, vocabulary[:2], vocabulary[columns], scores))
+    head.selector.log_weight.weight.zero_()
+    assert not torch.allclose(some, head.transitions(everywhere, vocabulary[:2], vocabulary[columns], scores))
+
+
+def test_stocks_own_loop_takes_a_draft_vocabulary(target: Any) -> None:
+    head = head_with(target, "some tokens, a selector")
+    loop = DartCandidateGenerator.stock_loop(head)
+    for sample in (False, True):
+        options = {"do_sample": sample, "max_new_tokens": 24}
+        ours = target.generate(**prompts([9]), **options, custom_generate=loop)
+        assert ours.shape == (1, 33)
+        if not sample:
+            assert torch.equal(ours, target.generate(**prompts([9]), **options))
+
+
+def test_frequent_tokens_are_counted() -> None:
+    rows = [
+        {"input_ids": torch.tensor([5, 5, 5, 2, 9, 9]), "documents": torch.tensor([0, 0, 1, 1, -1, -1])},
+        {"input_ids": [7, 2, 5]},
+    ]
+    assert frequent_tokens(rows, 3, 12).tolist() == [2, 5, 7]
+    assert frequent_tokens(rows, 3, 12, always=[11]).tolist() == [2, 5, 11]
+    with pytest.raises(ValueError, match="size is 13"):
+        frequent_tokens(rows, 13, 12)
+
+
+# ---- mask slots -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_peagle_slots_go_the_way_of_real_positions(target: Any) -> None:
+    """Feature vector and token in place of features and next token, as the other engine reads them."""
+    head = head_with(target, "peagle")
+    assert head.mask_slot.weight.shape == (1, head.config.features_width)
+    slot = head.slot_inputs(1, 1)
+    fused = F.linear(head.mask_slot.weight, head.fc.weight)
+    token = target.get_input_embeddings().weight[46:47]
+    assert torch.allclose(slot.residual[0], fused)
+    assert torch.allclose(slot.x[0], torch.cat([head.embedding_norm(token), head.feature_norm(fused)], dim=-1))
+
+
+def test_the_mask_token_is_one_that_no_text_contains(target: Any) -> None:
+    tokenizer = letters("abcdefgh")
+    head = tiny_head(target, mask_mode="peagle", tokenizer=tokenizer)
+    assert head.config.mask_token_id == VOCABULARY - 1
+    with pytest.raises(ValueError, match="give mask_token_id, the id of one that yours never do"):
+        unused_token(tokenizer, 8)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_special_token_0|>", "<|end|>"]})
+    assert unused_token(tokenizer, 10) == 8
+
+
+def test_a_pad_is_no_text(tmp_path: Path) -> None:
+    """Of the packaged target too, whose every id is a token's: P-EAGLE heads of it can be made, exported and loaded."""
+    tokenizer = letters("abcdefgh")
+    tokenizer.pad_token = "c"
+    assert unused_token(tokenizer, 8) == tokenizer.pad_token_id == 2
+    assert unused_token(tokenizer, 10) == 9
+    tokenizer.eos_token = "c"
+    with pytest.raises(ValueError, match="give mask_token_id"):
+        unused_token(tokenizer, 8)
+    model, packaged = load_target()
+    head = DartHead.from_target(model, tokenizer=packaged, mask_mode="peagle")
+    assert head.config.mask_token_id == packaged.pad_token_id
+    head.save_pretrained(tmp_path / "head")
+    again = DartHead.from_pretrained(str(tmp_path / "head"), target=model, tokenizer=packaged)
+    write_vllm(again, tmp_path / "vllm", target=model, verifier="here")
+    content = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert content["mask_token_id"] == packaged.pad_token_id
+
+
+# ---- what does not go together ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"draft_length": 0}, "draft_length"),
+        ({"draft_length": 32}, "draft_length"),
+        ({"feature_layers": []}, "feature_layers"),
+        ({"feature_layers": [-1]}, "feature_layers"),
+        ({"feature_layers": [3]}, "feature_layers"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"block_attention": "both"}, "one of causal, bidirectional"),
+        ({"num_layers": 6}, "1 to 5"),
+        ({"num_layers": 0}, "1 to 5"),
+        ({"mask_mode": "noise"}, "one of learned, peagle"),
+        ({"mask_mode": "peagle"}, "mask_token_id"),
+        ({"mask_mode": "peagle", "mask_token_id": 48}, "0..47"),
+        ({"mask_token_id": 3}, "leave it out"),
+        ({"mask_mode": "peagle", "mask_token_id": 3, "inject_features": True}, "inject_features"),
+        ({"mask_mode": "peagle", "mask_token_id": 3, "block_attention": "bidirectional"}, "bidirectional"),
+        ({"draft_vocab_size": 49}, "1 to 48"),
+        ({"draft_vocabulary": []}, "at least one"),
+        ({"draft_vocabulary": [3, 3]}, "different"),
+        ({"draft_vocabulary": [3, 48]}, "0..47"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_one_sentence(target: Any, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        tiny_head(target, **fields)
+    one_sentence(error)
+
+
+def test_a_damaged_draft_vocabulary_is_refused(target: Any, tmp_path: Path) -> None:
+    head = head_with(target, "some tokens")
+    head.draft_vocabulary[-1] = 1000
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="draft vocabulary"):
+        DartHead.from_pretrained(str(tmp_path), target=target)
+
+
+# ---- heads as a whole -----------------------------------------------------------------------------------------
+
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
 
 # ---- files ------------------------------------------------------------------------------------------------
@@ -192,3 +495,7 @@ def test_two_threads_use_one_head(target: Any) -> None:
     for thread in threads:
         thread.join()
     assert all(torch.equal(left, right) for left, right in zip(alone, together, strict=True))
+
+
+def test_the_runs_accepted_drafts() -> None:
+    assert EXACT.mean_tau > 1.1
