@@ -82,16 +82,10 @@ class DeviceTensor(Tensor):
     def data_ptr(self) -> int:
         return self.host.data_ptr()
 
-    def get_device(self) -> int:
-        return 0
-
     def untyped_storage(self) -> Any:
         return self.host.untyped_storage()
 
     def numpy(self, *args: Any, **options: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy")
-
-    def __array__(self, *args: Any, **options: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
 
@@ -379,10 +373,6 @@ def _to(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 def _made(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`torch.tensor` and its like: made on the host, and brought over."""
     named = kwargs.pop("device", None)
-    if func is Tensor.new_tensor:
-        named = args[0].device if named is None else named
-        kwargs.setdefault("dtype", args[0].dtype)
-        func, args = torch.tensor, args[1:]
     given = args[0] if args else kwargs.get("data")
     if isinstance(given, DeviceTensor):
         return _to(gpu, func, (given,), {**kwargs, "device": named})
@@ -411,9 +401,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
     Tensor.cpu: lambda gpu, func, args, kwargs: _to(gpu, func, (args[0], "cpu"), {}),
     Tensor.cuda: lambda gpu, func, args, kwargs: _to(gpu, func, (args[0], DEVICE), {}),
-    Tensor.type_as: _to,
     Tensor.tolist: _tolist,
-    Tensor.new_tensor: _made,
     torch.tensor: _made,
     torch.as_tensor: _made,
     torch.nn.functional.scaled_dot_product_attention: _sdpa,
@@ -433,16 +421,6 @@ def _capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
         graph.end()
 
 
-def _generator_class() -> type:
-    plain = torch.Generator
-
-    class Generator(plain):  # type: ignore[misc, valid-type]
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return plain.__new__(plain)
-
-    return Generator
-
-
 _running: list[SimulatedGpu] = []
 
 
@@ -455,7 +433,7 @@ def _current() -> SimulatedGpu:
 @contextmanager
 def simulated_gpu() -> Iterator[SimulatedGpu]:
     """Let PyTorch have one CUDA device meanwhile, in this thread; a process has one at a time."""
-    gpu = SimulatedGpu()
+    gpu, plain = SimulatedGpu(), torch.Generator
 
     stands_in: dict[str, Any] = {
         "_lazy_init": lambda: None,
@@ -481,7 +459,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
     }
     with (
         patch.multiple(torch.cuda, **stands_in),
-        patch.object(torch, "Generator", _generator_class()),
+        patch.object(torch, "Generator", lambda device="cpu": plain()),
     ):
         _running.append(gpu)
         # Parameters become others of the same identity: tied ones stay so.
