@@ -73,14 +73,11 @@ def own_of(case: dict[str, Any], width: int) -> tuple[dict[str, Any], list[Any]]
     """What the user brings beside options, made again; and those parts that record their calls."""
     own: dict[str, Any] = {}
     if case["processors"]:
-        made = {"stock's top-p": lambda: TopPLogitsWarper(0.7)}
-        own["logits_processor"] = [made.get(kind, lambda kind=kind: Processor(kind))() for kind in case["processors"]]
+        warper = {"stock's top-p": TopPLogitsWarper(0.7)}
+        own["logits_processor"] = [warper.get(kind) or Processor(kind) for kind in case["processors"]]
     if case["criteria"]:
-        stocks = {
-            "stock's length": lambda: MaxLengthCriteria(width + 9),
-            "stock's EOS": lambda: EosTokenCriteria([4, 13, 22]),
-        }
-        own["stopping_criteria"] = [stocks.get(kind, lambda kind=kind: Criterion(kind))() for kind in case["criteria"]]
+        stocks = {"stock's length": MaxLengthCriteria(width + 9), "stock's EOS": EosTokenCriteria([4, 13, 22])}
+        own["stopping_criteria"] = [stocks.get(kind) or Criterion(kind) for kind in case["criteria"]]
     if case["allowed tokens"]:
         own["prefix_allowed_tokens_fn"] = allowed
     if case["streamer"]:
