@@ -178,15 +178,17 @@ def _about(facts: HeadFacts) -> dict[str, str]:
 
 
 def _training(record: dict[str, Any]) -> dict[str, str]:
-    """Return a row for each field of a training record but the recipe."""
-    told = {name: value for name, value in record.items() if name != "recipe" and value not in (None, False)}
-    return {name.replace("_", " "): _said(value) for name, value in told.items()}
+    """Return a row for each field of a training record that is set, but the recipe."""
+    told = {name.replace("_", " "): value for name, value in record.items() if value and name != "recipe"}
+    fields = {name: value for name, value in told.items() if isinstance(value, dict)}
+    told |= {name: {field: one for field, one in value.items() if one} for name, value in fields.items()}
+    return {name: _said(value) for name, value in told.items()}
 
 
 def _said(value: Any) -> str:
-    """Return a value in words; of named fields those that are set."""
+    """Return a value, or named ones, in words."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_said(one)}" for name, one in value.items() if one is not None)
+        return ", ".join(f"{name} {_said(one)}" for name, one in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
