@@ -96,7 +96,7 @@ def read_rope(layer: Fields, *, theta: float | None = None, as_default: Collecti
     Raises:
         ValueError: the rotation is of a kind that is not known here, or a field of it is out of range.
     """
-    scaling = layer.part("rope_scaling", "rope_parameters", beside=("rope_theta",))
+    scaling = layer.part("rope_scaling", "rope_parameters", outer=("rope_theta",))
     kind = scaling.given("rope_type", "type")
     if kind in as_default:
         for name in ("factor", "mrope_section", "mrope_interleaved", "original_max_position_embeddings"):

@@ -81,7 +81,7 @@ def read_dflash(content: dict[str, Any]) -> dict[str, Any]:
 
 def _read_zlab(fields: Fields) -> dict[str, Any]:
     fields.choice("model_type", ("qwen3",))
-    inner = fields.part("dflash_config", beside=_INNER)
+    inner = fields.part("dflash_config", outer=_INNER)
     inner.choice("attention_mode", ("gqa",), "gqa")
     inner.choice("projector_type", ("dflash",), "dflash")
     backbone = _backbone(fields)

@@ -156,7 +156,7 @@ def read_published(
     fields = Fields(content, found.split(" ", 1)[1] if joined else f"{found.split(' ')[1]} head")
     speculators = fields.given("speculators_model_type") is not None
     layer = speculators_layer(fields) if speculators else fields
-    nested = fields.part("eagle_config", beside=("norm_before_fc",))
+    nested = fields.part("eagle_config", outer=("norm_before_fc",))
 
     ignored = frozenset(name for name in shapes if _IGNORED.fullmatch(name))
     stored = frozenset(shapes) - ignored

@@ -22,11 +22,11 @@ class Fields:
     Args:
         content: of a config.json, as `read_json` gives it.
         kind: what the checkpoint is, for messages.
-        beside: further fields, which may be in `content` too if both say the same.
+        outer: further fields, which may be in `content` too if both say the same.
     """
 
-    def __init__(self, content: dict[str, Any], kind: str, beside: dict[str, Any] | None = None) -> None:
-        self._content, self.kind, self._beside, self._asked = content, kind, beside or {}, set[str]()
+    def __init__(self, content: dict[str, Any], kind: str, outer: dict[str, Any] | None = None) -> None:
+        self._content, self.kind, self._outer, self._asked = content, kind, outer or {}, set[str]()
 
     def __contains__(self, name: str) -> bool:
         return self.given(name) is not None
@@ -38,7 +38,7 @@ class Fields:
             ValueError: they have several.
         """
         self._asked.update(names)
-        found = [place.get(name) for name in names for place in (self._content, self._beside)]
+        found = [place.get(name) for name in names for place in (self._content, self._outer)]
         values = [value for value in found if value is not None]
         other = next((value for value in values if value != values[0]), None)
         if other is not None:
@@ -83,17 +83,17 @@ class Fields:
             raise self.wrong(name, value, " or ".join(json.dumps(one) for one in choices))
         return value
 
-    def part(self, *names: str, beside: Collection[str] = ()) -> Fields:
+    def part(self, *names: str, outer: Collection[str] = ()) -> Fields:
         """Return the fields of an object inside, which has one of these names; none if it is not there.
 
         Args:
             names: of the object.
-            beside: names of fields that may stand inside it or next to it.
+            outer: names of fields that may stand inside it or next to it.
         """
         value, named = self.given(*names), next((name for name in names if name in self), names[0])
         if value is not None and not isinstance(value, dict):
             raise self.wrong(named, value, "an object")
-        return Fields(value or {}, f"{self.kind}'s {named}", {name: self.given(name) for name in beside})
+        return Fields(value or {}, f"{self.kind}'s {named}", {name: self.given(name) for name in outer})
 
     def finish(self, harmless: Collection[str] = ()) -> None:
         """Raise a ValueError if there is a field that nobody asked for and that is not known to be `harmless`."""

@@ -1,6 +1,6 @@
 """Every reader of files that has no attack tests of its own: drafters, adapters, records, benches, recipes, suites.
 
-Those of n-gram tables, tries and published checkpoints stand beside the other tests of these.
+Those of n-gram tables, tries and published checkpoints stand with the other tests of these.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Trap:
 @pytest.mark.parametrize("name", ["../outside.bin", "inside.bin", "sub/inside.safetensors", "/outside.safetensors", 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_named_by_an_index(target: Any, tmp_path: Path, kind: str, name: Any) -> None:
-    """Safetensors beside it alone, whatever else is there."""
+    """Safetensors in its folder alone, whatever else is there."""
     folder = tmp_path / "head"
     KINDS[kind](target).save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")

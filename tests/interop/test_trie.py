@@ -171,7 +171,7 @@ def test_damaged_tries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     message = str(error.value)
     assert "\n" not in message
     assert message.endswith("."), message
-    # Nothing was left behind, nothing replaced.
+    # Nothing was left over, nothing replaced.
     assert (tmp_path / "table").read_bytes() == b"what was there"
     assert {file.name for file in tmp_path.iterdir()} == {"trie", "table"}
 

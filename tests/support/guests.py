@@ -96,7 +96,7 @@ def dflash_drafter(folder: Path, target: Any, style: str = ZLAB, **changes: Any)
 def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
     """z-lab's DFlash as its paper and code define it: features [T, F], block embeddings [n, H] to hidden [n, H].
 
-    With the convolutions of DFlash2, and the windows of speculators, the fields of whose layer stand beside the others.
+    With the convolutions of DFlash2, and the windows of speculators, the fields of whose layer stand among the others.
     """
     text, inner = len(features), config.get("dflash_config", {})
     at, plain = torch.arange(text + len(block)), Plain(weights, config, config["head_dim"], torch.float32)
