@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peak_memory import peak_bytes, reset_peak
 from torch import Tensor
 
 from hf_dart.bench import suites
 from hf_dart.bench.exact import timed
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.peak_memory import peak_bytes, reset_peak
 from hf_dart.bench.report import circumstances, spread
 from hf_dart.bench.speed import in_turn
 from hf_dart.cli.common import (

@@ -15,7 +15,6 @@ from tqdm import tqdm
 from hf_dart.bench.baselines import COMPILED, takes
 from hf_dart.bench.exact import Difference, Run, compare, differences, end_tokens, run
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.peak_memory import peak_bytes, reset_peak
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.view.tables import STOCK, Verdict
 
@@ -69,7 +68,7 @@ class Measurement:
         ours: whether it is a drafter of ours, whose text has to be stock's.
         runs: by repeat, one of each batch.
         differences: from stock, row by row; empty without a verdict.
-        peak: bytes, the highest of all its calls.
+        peak: bytes allocated on a CUDA device, the highest of all its calls; 0 elsewhere.
     """
 
     batch: int
@@ -148,6 +147,7 @@ def measure(
     # Each length is compiled by itself, so compiled methods warm up on all prompts.
     warming = [groups[one.batch] if one.method in COMPILED else groups[one.batch][:1] for one in measurements]
     calls = sum(map(len, warming)) + settings.repeats * sum(len(groups[one.batch]) for one in measurements)
+    on_cuda = pair.model.device.type == "cuda"
     seldom = 0.1 if sys.stderr.isatty() else 10  # seconds between two lines of progress
     with tqdm(total=calls, unit="call", disable=quiet, dynamic_ncols=True, mininterval=seldom) as bar:
 
@@ -168,9 +168,11 @@ def measure(
                 rows = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
                 for number, inputs in enumerate(groups[batch]):
                     for one in in_turn(rows, repeat + number):
-                        reset_peak(pair.model.device)
+                        if on_cuda:
+                            torch.cuda.reset_peak_memory_stats(pair.model.device)
                         one.runs[-1].append(call(one, inputs, settings.new_tokens))
-                        one.peak = max(one.peak, peak_bytes(pair.model.device))
+                        if on_cuda:
+                            one.peak = max(one.peak, torch.cuda.max_memory_allocated(pair.model.device))
                     stock = next(one.runs[-1][-1] for one in rows if one.method == STOCK)
                     for one in rows:
                         if one.verdict is not None:

@@ -122,7 +122,7 @@ def _speeds(entries: list[dict[str, Any]], cases: list[str]) -> list[str]:
             *((f"{one['tau']:.2f}", f"{one['acceptance_rate']:.0%}") if "tau" in one else ("", "")),
             str(Verdict(**one["compared"])) if "compared" in one else same,
             f"{one['repeated_4grams']:.0%}",
-            f"{one['peak_memory_bytes'] / 2**20:.0f}",
+            f"{one['peak_memory_bytes'] / 2**20:.0f}" if one["peak_memory_bytes"] else "",
         ]
         rows.append(cells)
     lines = _by_case([*names, "peak MiB"], rows, cases)
