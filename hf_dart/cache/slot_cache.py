@@ -6,7 +6,6 @@ committed entries; a commit moves accepted entries alone, so that rows of differ
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ SPARE = 256
 """Positions that a windowed store has room for beyond its window: so seldom are its entries moved to the front."""
 
 Zeros = Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]
-"""A maker of zeros, for a name, a shape, a dtype and a device."""
 
 
 def outgrows(window: int, most: int | None) -> bool:
@@ -48,21 +46,18 @@ class SlotSpec:
 
 
 class SlotStore:
-    """Buffers [B, heads, capacity, head_dim], in which position p of a row lies in slot p - `first`.
+    """Buffers of one shape, [B, heads, capacity, head_dim] each, in which position p of a row lies in slot p - `first`.
 
-    Buffers of one shape share one storage, so that a commit moves the entries of all layers at once. The capacity
-    doubles when it is outgrown, up to `most` where that is known.
+    They share one storage, so that a commit moves the entries of all layers at once. The capacity doubles when it is
+    outgrown, up to `most` where that is known.
 
     Layers with a sliding window need the last positions of each row alone. What no row needs any more makes room for
     what comes, so that such layers cost memory and time for their window, however long the text; a row that has ended
     keeps what it saw, and with it all that follows.
 
     Args:
-        specs: of all buffers.
-        batch_size: B.
-        capacity: slots to make at first.
+        storage: [buffers, B, heads, capacity, head_dim] zeros.
         most: slots that will be needed at most, if that is known.
-        zeros: makes the storage; by default memory of its own.
         window: how many positions a query attends to, its own included; None if all.
         first: position in slot 0.
 
@@ -70,83 +65,65 @@ class SlotStore:
         shown: first position that queries are shown; masks hide more of them.
     """
 
-    def __init__(
-        self,
-        specs: Sequence[SlotSpec],
-        batch_size: int,
-        capacity: int,
-        most: int | None = None,
-        zeros: Zeros | None = None,
-        window: int | None = None,
-        first: int = 0,
-    ) -> None:
-        self.specs, self.window = specs, window
-        self.capacity, self.first, self.shown = capacity, first, first
-        self._batch_size, self._most, self._zeros = batch_size, most, zeros or _zeros
-        self._counts: Counter[SlotSpec] = Counter()
-        self._place: list[tuple[SlotSpec, int]] = []
-        for spec in specs:
-            self._place.append((spec, self._counts[spec]))
-            self._counts[spec] += 1
-        self._allocate()
+    def __init__(self, storage: Tensor, most: int | None = None, window: int | None = None, first: int = 0) -> None:
+        self._most, self.window = most, window
+        self.first = self.shown = first
+        self._keep(storage)
 
-    def _allocate(self) -> None:
-        """Make new buffers, of zeros."""
-        self.storage = {
-            spec: self._zeros(
-                f"{spec.heads} heads of {spec.head_dim}",
-                (count, self._batch_size, spec.heads, self.capacity, spec.head_dim),
-                spec.dtype,
-                spec.device,
-            )
-            for spec, count in self._counts.items()
-        }
-        self._buffers = [self.storage[spec][place] for spec, place in self._place]
+    def _keep(self, storage: Tensor) -> None:
+        self.storage = storage
+        self._buffers = [storage[index] for index in range(len(storage))]
+
+    @property
+    def capacity(self) -> int:
+        """Slots of each row."""
+        return self.storage.shape[3]
+
+    def shape_for(self, batch_size: int, capacity: int) -> tuple[int, ...]:
+        """Shape of a storage for as many buffers of B rows."""
+        buffers, _, heads, _, head_dim = self.storage.shape
+        return buffers, batch_size, heads, capacity, head_dim
+
+    def _grow(self, capacity: int) -> None:
+        self._keep(self.storage.new_zeros(self.shape_for(self.storage.shape[1], capacity)))
 
     def reserve(self, end: int) -> None:
         """Make room for positions up to end - 1, keeping what is there."""
-        capacity, old, before = end - self.first, self.capacity, self.storage
-        if capacity <= old:
+        capacity, before = end - self.first, self.storage
+        if capacity <= self.capacity:
             return
-        self.capacity = max(capacity, 2 * old if self._most is None else min(2 * old, self._most))
-        self._allocate()
-        for spec, storage in before.items():
-            self.storage[spec][..., :old, :] = storage
+        twice = 2 * self.capacity
+        self._grow(max(capacity, twice if self._most is None else min(twice, self._most)))
+        self.storage[..., : before.shape[3], :] = before
 
     def prepare(self, lengths: Tensor, entries: int) -> None:
         """Make room for so many entries after the longest of rows with `lengths` [B]."""
         longest, unseen = int(lengths.max()), unseen_by(lengths, self.window, SLACK)
         if longest + entries - self.first > self.capacity and unseen > self.first:
             gone, filled = unseen - self.first, longest - self.first
-            for storage in self.storage.values():
-                storage[..., : filled - gone, :] = storage[..., gone:filled, :].clone()  # they may overlap
+            self.storage[..., : filled - gone, :] = self.storage[..., gone:filled, :].clone()  # they may overlap
             self.first = unseen
         self.reserve(longest + entries)
         self.shown = max(unseen_by(lengths, self.window, 0), self.first)
 
     def release(self) -> None:
         """Free the buffers, and what they hold; they grow again when room is asked for."""
-        self.capacity = 0
-        self._allocate()
+        self._grow(0)
 
     def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return True if the buffers take values of that device and dtype.
 
         Buffers made in inference mode take none outside it.
         """
-        return all(
-            (spec.device, spec.dtype) == (device, dtype)
-            and (torch.is_inference_mode_enabled() or not storage.is_inference())
-            for spec, storage in self.storage.items()
-        )
+        usable = torch.is_inference_mode_enabled() or not self.storage.is_inference()
+        return usable and (self.storage.device, self.storage.dtype) == (device, dtype)
 
     # ---- entries ------------------------------------------------------------------------------------
 
     def buffer(self, index: int) -> Tensor:
         """Buffer `index`, [B, heads, capacity, head_dim], a view."""
         if torch.is_grad_enabled():  # a view made without gradients cannot be written to with them
-            spec, place = self._place[index]
-            return self.storage[spec][place]
+            return self.storage[index]
         return self._buffers[index]
 
     def shown_to(self, index: int, end: int) -> Tensor:
@@ -173,22 +150,20 @@ class SlotStore:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the entries at positions `source` [B, A] to positions `target` [B, A], in every buffer."""
-        for storage in self.storage.values():
-            by_slot = storage.transpose(2, 3)  # [buffers, B, capacity, heads, head_dim]
-            row = torch.arange(self._batch_size, device=storage.device)[:, None]
-            old, new = ((positions - self.first).to(storage.device) for positions in (source, target))
-            by_slot[:, row, new] = by_slot[:, row, old]
+        by_slot = self.storage.transpose(2, 3)  # [buffers, B, capacity, heads, head_dim]
+        row = torch.arange(by_slot.shape[1], device=by_slot.device)[:, None]
+        old, new = ((positions - self.first).to(by_slot.device) for positions in (source, target))
+        by_slot[:, row, new] = by_slot[:, row, old]
 
     def take_rows(self, other: SlotStore, count: int, rows: Sequence[tuple[int, int]]) -> None:
-        """Hold the first `count` entries of row `there` of a store of the same shapes in row `here`, of each pair.
+        """Hold the first `count` entries of row `there` of a store of the same shape in row `here`, of each pair.
 
         The rest of the row is zeros: entries of an earlier call might be NaN, which masks do not hide.
         """
         self.reserve(count)
-        for spec, storage in self.storage.items():
-            for here, there in rows:
-                storage[:, here] = 0
-                storage[:, here, :, :count] = other.storage[spec][:, there, :, :count]
+        for here, there in rows:
+            self.storage[:, here] = 0
+            self.storage[:, here, :, :count] = other.storage[:, there, :, :count]
 
     def take_over(self, index: int, states: Tensor, pads: list[int], slots: int) -> None:
         """Copy entries [B, heads, n, head_dim], the last n of `slots` slots, to their positions.
@@ -215,10 +190,6 @@ class SlotStore:
         return buffer.gather(2, where.expand(-1, buffer.shape[1], -1, buffer.shape[3]))
 
 
-def _zeros(_: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
 def unseen_by(lengths: Tensor, window: int | None, slack: int) -> int:
     """Return the number of first positions that no row of `lengths` [B] will attend to again, less some `slack`."""
     return 0 if window is None else max(int(lengths.min()) - window - slack, 0)
@@ -229,48 +200,49 @@ class SlotLayer(CacheLayerMixin):
 
     Args:
         owner: the cache.
-        store: holds the layer's keys and values; None makes one of the first ones that are written.
-        index: of the layer within the store.
+        parts: the store of the layer's keys and their number in it, and those of its values; left out, stores are made
+            for the first ones that are written.
     """
 
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, owner: SlotCache, store: SlotStore | None = None, index: int = 0) -> None:
-        self.owner, self.index = owner, index
-        self.store: Any = store
+    def __init__(self, owner: SlotCache, parts: Sequence[tuple[SlotStore, int]] = ()) -> None:
+        self.owner = owner
+        self.parts = parts
         self.is_initialized = True
 
     @property
     def keys(self) -> Tensor:
         """Keys [B, heads, S, head_dim] that are shown before new ones; some targets look whether there are any."""
-        return self.store.shown_to(2 * self.index, self.owner.start)
+        store, index = self.parts[0]
+        return store.shown_to(index, self.owner.start)
 
     @property
     def values(self) -> Tensor:
         """Values [B, heads, S, head_dim], like `keys`."""
-        return self.store.shown_to(2 * self.index + 1, self.owner.start)
+        store, index = self.parts[1]
+        return store.shown_to(index, self.owner.start)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Leave the layer without a store: `update` makes it."""
+        """Leave the layer without stores: `update` makes them."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        owner = self.owner
-        if self.store is None:
-            self.store = owner.add([SlotSpec.of(key_states), SlotSpec.of(value_states)])
-        return self._write(2 * self.index, key_states), self._write(2 * self.index + 1, value_states)
+        if not self.parts:
+            self.parts = [(self.owner.add(SlotSpec.of(states), 1), 0) for states in (key_states, value_states)]
+        return self._write(0, key_states), self._write(1, value_states)
 
-    def _write(self, index: int, states: Tensor) -> Tensor:
-        """Write the entries [B, heads, Q, head_dim] of a forward, and return all that are shown to them."""
-        owner = self.owner
-        self.store.write(index, states, owner.start if owner.places is None else owner.places)
-        return self.store.shown_to(index, owner.end)
+    def _write(self, part: int, states: Tensor) -> Tensor:
+        """Write the keys or values [B, heads, Q, head_dim] of a forward, and return all that are shown to them."""
+        owner, (store, index) = self.owner, self.parts[part]
+        store.write(index, states, owner.start if owner.places is None else owner.places)
+        return store.shown_to(index, owner.end)
 
     def get_seq_length(self) -> int:
         return self.owner.start
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        shown = 0 if self.store is None else self.store.shown
+        shown = self.parts[0][0].shown if self.parts else 0
         return self.owner.end - shown, shown
 
     def get_max_length(self) -> int:
@@ -309,7 +281,7 @@ class SlotCache:
     def begin(cls, spec: SlotSpec, buffers: int, batch_size: int, capacity: int) -> Self:
         """Make an empty one with `buffers` buffers of one shape."""
         cache = cls(torch.zeros(batch_size, dtype=torch.long, device=spec.device), capacity)
-        cache.add([spec] * buffers)
+        cache.add(spec, buffers)
         return cache
 
     @classmethod
@@ -319,37 +291,48 @@ class SlotCache:
         cache.cache = Cache(layers=[SlotLayer(cache) for _ in range(layers)])
         return cache
 
-    def as_fixed(self, batch_size: int, capacity: int, device: torch.device, zeros: Zeros) -> Self:
-        """Make an empty one with the same buffers on fixed shapes.
+    def like(self, lengths: Tensor, capacity: int, zeros: Zeros | None = None) -> Self:
+        """Make one with stores of the same shapes, without windows.
 
         Args:
-            batch_size: B.
-            capacity: slots of each row.
-            device: on which rounds count entries.
-            zeros: makes the storage.
+            lengths, capacity: as above.
+            zeros: makes the storage, by a name, a shape, a dtype and a device; by default each has memory of its own.
         """
-        other = type(self)(torch.zeros(batch_size, dtype=torch.long, device=device), capacity)
-        other.stores = [SlotStore(self.store.specs, batch_size, capacity, zeros=zeros)]
+        other = type(self)(lengths, capacity)
+        for number, store in enumerate(self.stores):
+            assert store.window is None
+            shape = store.shape_for(len(lengths), capacity)
+            if zeros is None:
+                storage = store.storage.new_zeros(shape)
+            else:
+                storage = zeros(f"store {number}", shape, store.storage.dtype, store.storage.device)
+            other.stores.append(SlotStore(storage))
+        return other
+
+    def as_fixed(self, batch_size: int, capacity: int, device: torch.device, zeros: Zeros) -> Self:
+        """Make an empty one of B rows on fixed shapes, which counts entries on `device`; see `like`."""
+        other = self.like(torch.zeros(batch_size, dtype=torch.long, device=device), capacity, zeros)
         other.fixed, other.end = True, capacity
         return other
 
-    def add(self, specs: Sequence[SlotSpec], window: int | None = None) -> SlotStore:
-        """Make a store of these shapes, for layers that attend to `window` positions; None if all."""
+    def add(self, spec: SlotSpec, buffers: int, window: int | None = None) -> SlotStore:
+        """Make a store of buffers of a shape, for layers that attend to `window` positions; None if all."""
         capacity, first = max(self.capacity, self.end), unseen_by(self.counted, window, SLACK)
         if window is not None:
             capacity = min(capacity, max(self.longest - first, window + SLACK) + SPARE)
-        made = SlotStore(specs, len(self.counted), capacity, self.most, window=window, first=first)
-        self.stores.append(made)
-        return made
+        shape = (buffers, len(self.counted), spec.heads, capacity, spec.head_dim)
+        storage = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        self.stores.append(SlotStore(storage, self.most, window, first))
+        return self.stores[-1]
 
     @property
-    def specs(self) -> list[SlotSpec]:
-        """Shapes of all buffers."""
-        return [spec for store in self.stores for spec in store.specs]
+    def specs(self) -> list[tuple[SlotSpec, int]]:
+        """Shape and number of the buffers of each store."""
+        return [(SlotSpec.of(store.storage[:, 0]), len(store.storage)) for store in self.stores]
 
     @property
     def store(self) -> SlotStore:
-        """The buffers of all layers, where none has a window."""
+        """The buffers of all layers, where they are of one shape and without a window."""
         (store,) = self.stores
         assert store.window is None
         return store
@@ -455,7 +438,8 @@ class SlotCache:
         counted = self.counted.clone()
         counted[here] = other.counted[there]
         self.set_lengths(counted)
-        self.store.take_rows(other.store, int(other.counted[there].max()), rows)
+        for mine, theirs in zip(self.stores, other.stores, strict=True):
+            mine.take_rows(theirs, int(other.counted[there].max()), rows)
 
     def release(self) -> None:
         """Free all entries, which another cache holds until it hands them back (`take_rows`)."""

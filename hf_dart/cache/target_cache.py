@@ -76,17 +76,22 @@ class TargetCache:
     def _take_over(self, pads: list[int], windows: Sequence[int | None] | None) -> list[Any]:
         """Copy the prompt's entries, and return the layers that show them."""
         stock = attention_layers(self.stock)
-        seen = [self._window(*part) for part in zip(stock, windows or [None] * len(stock), strict=True)]
-        stores: dict[int | None, SlotStore] = {}
-        for window in dict.fromkeys(seen):
-            layers = [layer for layer, its in zip(stock, seen, strict=True) if its == window]
-            held = [states for layer in layers for states in held_by(layer)]
-            stores[window] = self.entries.add([SlotSpec.of(states) for states in held], window)
-            for index, states in enumerate(held):
-                stores[window].take_over(index, states, pads, self._prompt_slots)
-        layers = list(self.stock.layers)
-        for order, (place, its) in enumerate(zip(attention_places(self.stock), seen, strict=True)):
-            layers[place] = SlotLayer(self.entries, stores[its], seen[:order].count(its))
+        groups: dict[tuple[SlotSpec, int | None], list[Tensor]] = {}
+        parts = []
+        for layer, window in zip(stock, windows or [None] * len(stock), strict=True):
+            for states in held_by(layer):
+                kind = SlotSpec.of(states), self._window(layer, window)
+                group = groups.setdefault(kind, [])
+                parts.append((kind, len(group)))
+                group.append(states)
+        stores: dict[Any, SlotStore] = {}
+        for kind, group in groups.items():
+            stores[kind] = self.entries.add(kind[0], len(group), kind[1])
+            for index, states in enumerate(group):
+                stores[kind].take_over(index, states, pads, self._prompt_slots)
+        layers, made = list(self.stock.layers), [(stores[kind], index) for kind, index in parts]
+        for order, place in enumerate(attention_places(self.stock)):
+            layers[place] = SlotLayer(self.entries, made[2 * order : 2 * order + 2])
         return layers
 
     def _window(self, layer: Any, window: int | None) -> int | None:
@@ -120,8 +125,7 @@ class TargetCache:
 
     def of_seats(self, seats: int) -> Self:
         """Make one with the same layers for that many rows, whose entries are to be taken in (`take_rows`)."""
-        entries = SlotCache(torch.ones(seats, dtype=torch.long), self.entries.capacity)
-        entries.add(self.entries.specs)
+        entries = self.entries.like(torch.ones(seats, dtype=torch.long), self.entries.capacity)
         states = None
         if self.states is not None:
             states = RunningStates(
@@ -134,8 +138,9 @@ class TargetCache:
         other = copy(self)
         other.stock, other.entries, other.states = Cache(layers=[]), entries, states
         layers = list(self.cache.layers)
-        for order, place in enumerate(attention_places(self.cache) if self.entries.stores else ()):
-            layers[place] = SlotLayer(entries, entries.stores[0], order)
+        stores = dict(zip(self.entries.stores, entries.stores, strict=True))
+        for place in attention_places(self.cache) if stores else ():
+            layers[place] = SlotLayer(entries, [(stores[store], index) for store, index in layers[place].parts])
         other.cache = Cache(layers=layers) if states is None else self.cache.like(layers, states)
         return other
 
@@ -172,7 +177,7 @@ class TargetCache:
 
     def past_positions(self, layer: int) -> Tensor:
         """Position [B, S] of each entry that layer `layer` shows before new ones; -1 where hidden."""
-        return self.entries.past_positions(self.cache.layers[layer].store)
+        return self.entries.past_positions(self.cache.layers[layer].parts[0][0])
 
     def prepare(self, nodes: int) -> None:
         """Make room for `nodes` tree nodes per row.
@@ -232,9 +237,9 @@ class TargetCache:
 
     def _append(self, stock: Any, own: SlotLayer, grown: int) -> None:
         """Append the last `grown` entries of every row to one layer of the stock cache."""
-        window = own.store.window
+        window = own.parts[0][0].window
         count = grown if window is None else min(grown, window)
         starts = self.prompt_lengths + grown - count
-        stock.update(*(own.store.read(2 * own.index + part, starts, count) for part in range(2)))
+        stock.update(*(store.read(index, starts, count) for store, index in own.parts))
         if count < grown:
             stock.cumulative_length += grown - count  # entries that it would have dropped

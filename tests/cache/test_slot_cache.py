@@ -8,14 +8,12 @@ import torch
 from hf_dart.cache.slot_cache import SlotCache, SlotSpec, SlotStore
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
-SPEC = SlotSpec(1, 2, torch.float32, torch.device("cpu"))
-
 
 @pytest.mark.parametrize("gradients_when_made", [False, True])
 def test_buffers_are_written_with_gradients_wherever_they_were_made(gradients_when_made: bool) -> None:
     weight = torch.nn.Parameter(torch.ones(1, 1, 1, 2))
     with torch.set_grad_enabled(gradients_when_made):
-        store = SlotStore([SPEC, SPEC], batch_size=1, capacity=4)
+        store = SlotStore(torch.zeros(2, 1, 1, 4, 2))
     for index in (0, 1):
         store.write(index, (index + 2) * weight, 1)
         store.write(index, (index + 4) * weight, torch.tensor([[2]]))
@@ -25,7 +23,7 @@ def test_buffers_are_written_with_gradients_wherever_they_were_made(gradients_wh
 def test_a_windowed_row_may_lose_what_two_rounds_committed() -> None:
     """The window before that is there, however often entries have made room."""
     cache, window = SlotCache(torch.tensor([3]), capacity=8), 5
-    store = cache.add([SPEC], window)
+    store = cache.add(SlotSpec(1, 2, torch.float32, torch.device("cpu")), 1, window)
     for position in range(3, 400):
         cache.prepare(1)
         store.write(0, torch.full((1, 1, 1, 2), float(position)), cache.start)

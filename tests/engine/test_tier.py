@@ -16,7 +16,6 @@ from support.tiny import prompts, tiny_head, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_dart import TreeConfig
-from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.pace import PAUSE
 from hf_dart.decoding.session import Session
@@ -87,7 +86,7 @@ def test_rows_go_back_to_their_places() -> None:
     prefilled = prefill(tiny_target("llama"), prompts([4, 4, 4]))
     cache = TargetCache(prefilled, [0, 0, 0], 8, keep=True).entries
     before = cache.store.buffer(0).clone()
-    seats = SlotCache.begin(cache.specs[0], len(cache.specs), 2, 8)
+    seats = cache.like(torch.zeros(2, dtype=torch.long), 8)
     seats.advance(torch.tensor([2, 6]))
     seats.store.buffer(0).copy_(torch.arange(2.0)[:, None, None, None])
     cache.take_rows(seats, [(0, 0), (2, 1)])
