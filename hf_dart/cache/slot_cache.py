@@ -110,14 +110,6 @@ class SlotStore:
         """Free the buffers, and what they hold; they grow again when room is asked for."""
         self._grow(0)
 
-    def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return True if the buffers take values of that device and dtype.
-
-        Buffers made in inference mode take none outside it.
-        """
-        usable = torch.is_inference_mode_enabled() or not self.storage.is_inference()
-        return usable and (self.storage.device, self.storage.dtype) == (device, dtype)
-
     # ---- entries ------------------------------------------------------------------------------------
 
     def buffer(self, index: int) -> Tensor:
@@ -353,8 +345,15 @@ class SlotCache:
         return int(self.counted.max())
 
     def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return True if all buffers take values of that device and dtype."""
-        return all(store.writable(device, dtype) for store in self.stores)
+        """Return True if all buffers take values of that device and dtype.
+
+        Buffers made in inference mode take none outside it.
+        """
+        return all(
+            (storage.device, storage.dtype) == (device, dtype)
+            and (torch.is_inference_mode_enabled() or not storage.is_inference())
+            for storage in (store.storage for store in self.stores)
+        )
 
     # ---- writing ------------------------------------------------------------------------------------
 

