@@ -24,8 +24,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextConfig
 
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.models.running_states.by_levels import by_levels
-from hf_dart.models.running_states.families import AtOnce
 from hf_dart.models.running_states.tree_forward import Mixer
 from hf_dart.models.stock_steps import StockSteps
 from hf_dart.models.verify import Verifier, layer_windows, mask_kinds
@@ -79,8 +77,8 @@ def measured(rounds: int) -> dict[str, Any]:
     StockSteps(model, torch.randint(CONFIG["vocab_size"], (1, PROMPT)), [0], cache).prefill()
     trees = TargetCache(cache, [0], 4 * PROMPT, keep=True, windows=layer_windows(model, cache))
     verify = Verifier(model, trees, mask_kinds(model, cache), [])
-    assert all(isinstance(mixer.form, AtOnce) for mixer in verify.mixers)
-    ways = {"once": verify.mixers, "levels": [Mixer(mixer.module, mixer.slots, by_levels) for mixer in verify.mixers]}
+    assert all(mixer.family is not None for mixer in verify.mixers)
+    ways = {"once": verify.mixers, "levels": [Mixer(mixer.module, mixer.slots) for mixer in verify.mixers]}
 
     def one_round(way: str, tree: DraftTree) -> None:
         verify.mixers = ways[way]

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 import hf_dart
 from hf_dart import TreeConfig, attach
 from hf_dart.cache.states import FixedStates, states_of
-from hf_dart.models.running_states import families
+from hf_dart.models.running_states import families, tree_forward
 from hf_dart.models.stock_steps import CACHE
 
 pytestmark = [needs_running_states, pytest.mark.filterwarnings("error:This call runs uncompiled")]
@@ -161,7 +161,7 @@ def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_trees_that_are_too_large_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "_MOST", 9)
+    monkeypatch.setattr(tree_forward, "MOST", 9)
     target = tiny_target("lfm2")
     head = tiny_head(target)
     made = engine(target, head)

@@ -18,10 +18,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_upd
 
 from hf_dart import attach
 from hf_dart.cache.states import RunningStates, StatefulCache, StateSlot, states_of
-from hf_dart.models.running_states import families
+from hf_dart.models.running_states import families, tree_forward
 from hf_dart.models.running_states.at_once import convolution, delta_rule
-from hf_dart.models.running_states.by_levels import by_levels
-from hf_dart.models.running_states.families import AtOnce
 from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.running_states.tree_forward import Mixer
 from hf_dart.models.stock_steps import StockSteps
@@ -117,17 +115,23 @@ def loud(family: str, dtype: torch.dtype) -> tuple[Mixer, StatefulCache, Tensor]
     return mixers_of(model)[1], held, drawn(*PARENTS.shape, model.config.hidden_size).to(dtype)
 
 
-def called(form: Any, mixer: Mixer, cache: StatefulCache, hidden: Tensor, **kwargs: Any) -> Any:
-    """What a form gives, with the cache under the name that its module has for it."""
+def called(mixer: Mixer, cache: StatefulCache, hidden: Tensor, **kwargs: Any) -> Any:
+    """What a mixer gives, with the cache under the name that its module has for it."""
     taken = inspect.signature(mixer.module.forward).parameters
     (name,) = {"cache", "cache_params", "past_key_values"} & taken.keys()
-    return form(mixer, mixer.module.forward, cache, (hidden,), {name: cache, **kwargs})
+    return mixer(hidden, **{name: cache, **kwargs})
 
 
-def run(form: Any, mixer: Mixer, cache: StatefulCache, hidden: Tensor) -> tuple[Tensor, list[Any]]:
-    """What a form gives, and the states after 1, 2, ... accepted nodes of the rows."""
+def both(mixer: Mixer) -> tuple[Mixer, Mixer]:
+    """A mixer that takes trees at once, and one of the same module that takes them by levels."""
+    assert mixer.family is not None
+    return mixer, Mixer(mixer.module, mixer.slots)
+
+
+def run(mixer: Mixer, cache: StatefulCache, hidden: Tensor) -> tuple[Tensor, list[Any]]:
+    """What a mixer gives, and the states after 1, 2, ... accepted nodes of the rows."""
     cache.states.begin(TREE)
-    outputs = called(form, mixer, cache, hidden, attention_mask=None)
+    outputs = called(mixer, cache, hidden, attention_mask=None)
     counts = [[min(first + row, length) for row, length in enumerate(LENGTHS)] for first in range(7)]
     return outputs, [cache.states.after(PATHS, its) for its in counts]
 
@@ -137,8 +141,7 @@ def run(form: Any, mixer: Mixer, cache: StatefulCache, hidden: Tensor) -> tuple[
 def test_modules_give_what_they_give_by_levels(family: str) -> None:
     """In float32, in which the models' rules are computed, whatever their dtype."""
     mixer, cache, hidden = loud(family, torch.float32)
-    assert isinstance(mixer.form, AtOnce)
-    (got, states), (wanted, those) = (run(form, mixer, cache, hidden) for form in (mixer.form, by_levels))
+    (got, states), (wanted, those) = (run(one, cache, hidden) for one in both(mixer))
     torch.testing.assert_close(got[REAL], wanted[REAL], rtol=2e-6, atol=2e-6 * float(wanted.abs().max()))
     for some, others in zip(states, those, strict=True):
         for slot in mixer.slots:
@@ -148,16 +151,16 @@ def test_modules_give_what_they_give_by_levels(family: str) -> None:
 def test_what_is_not_shown_to_be_right_stays_by_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rule in the same place, states that are used otherwise, and a rule in float32 of a wider target."""
     plain = modeling_qwen3_5.torch_recurrent_gated_delta_rule
-    assert all(isinstance(mixer.form, AtOnce) for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
+    assert all(mixer.family is not None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
 
     def slower(*args: Any, g: Tensor, **kwargs: Any) -> Any:
         return plain(*args, g=g * 1.001, **kwargs)
 
     with monkeypatch.context() as patched:
         patched.setattr(modeling_qwen3_5, "torch_recurrent_gated_delta_rule", slower)
-        assert all(mixer.form is by_levels for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
-    assert all(mixer.form is by_levels for mixer in mixers_of(tiny_target("falcon_h1", dtype=torch.float32)))
-    assert all(mixer.form is by_levels for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.float64)))
+        assert all(mixer.family is None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
+    assert all(mixer.family is None for mixer in mixers_of(tiny_target("falcon_h1", dtype=torch.float32)))
+    assert all(mixer.family is None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.float64)))
 
 
 @pytest.fixture
@@ -170,7 +173,7 @@ def rounds_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", sampled(DELTA, "qwen3_next", "kimi_linear"))
 def test_text_is_stocks(family: str) -> None:
     target = attach(tiny_target(family))
-    assert all(isinstance(mixer.form, AtOnce) for mixer in mixers_of(target))
+    assert all(mixer.family is not None for mixer in mixers_of(target))
     for size, mode, drafter in ((4, "greedy", "known"), (1, "T=1", "known"), (4, "T=1", "head")):
         inputs, options = batch(size, "sdpa"), {**MODES[mode], "max_new_tokens": 16}
         known = replay(target, inputs, misses=[0.1, 0.5, 0.3, 0.4][:size], **options)
@@ -185,7 +188,7 @@ FLOAT32 = tally("float32, tiny targets whose trees go through gated delta rules 
 def test_text_is_stocks_in_float32(family: str) -> None:
     """As users run it: nothing is admitted that is not shown to be right."""
     target = attach(tiny_target(family, dtype=torch.float32))
-    assert all(isinstance(mixer.form, AtOnce) for mixer in mixers_of(target))
+    assert all(mixer.family is not None for mixer in mixers_of(target))
     for mode in ("greedy", "T=1"):
         options = {**MODES[mode], "max_new_tokens": 24}
         known = replay(target, batch(4, "sdpa"), misses=[0.1, 0.5, 0.3, 0.4], **options)
@@ -201,11 +204,11 @@ def test_a_single_node_and_very_many_go_by_levels(nodes: str, monkeypatch: pytes
         tree, hidden = DraftTree.chain(torch.full((3, 1), 5)), hidden[:, :1]
     else:
         tree = TREE
-        monkeypatch.setattr(families, "_MOST", 9)
+        monkeypatch.setattr(tree_forward, "MOST", 9)
     outputs = []
-    for form in (mixer.form, by_levels):
+    for one in both(mixer):
         cache.states.begin(tree)
-        outputs.append(called(form, mixer, cache, hidden))
+        outputs.append(called(one, cache, hidden))
     assert torch.equal(*outputs), "not the same operations"
 
 
@@ -218,7 +221,7 @@ def test_one_graph_without_a_break(family: str) -> None:
 
     def whole(hidden: Tensor, parents: Tensor, ancestors: Tensor, path: Tensor, counts: Tensor) -> Any:
         cache.states.begin(DraftTree(parents, parents, parents, ancestors, 5))
-        outputs = called(mixer.form, mixer, cache, hidden)
+        outputs = called(mixer, cache, hidden)
         after = cache.states.after(path, counts)
         return outputs, [after[slot] for slot in mixer.slots]
 

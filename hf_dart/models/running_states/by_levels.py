@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,11 +10,14 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hf_dart.cache.states import After, StatefulCache, States, StateSlot
-from hf_dart.models.running_states.tree_forward import Mixer
 
 
 def by_levels(
-    mixer: Mixer, forward: Callable[..., Any], cache: StatefulCache, args: tuple[Any, ...], kwargs: dict[str, Any]
+    slots: Sequence[StateSlot],
+    forward: Callable[..., Any],
+    cache: StatefulCache,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Run a mixer over the nodes of a tree: level by level, each node as stock's own single-token step.
 
@@ -22,6 +25,7 @@ def by_levels(
     before it is used (`hf_dart.models.running_states.families`).
 
     Args:
+        slots: where the cache keeps the states of the mixer.
         forward: the module's own forward.
         cache: among the arguments; its states are not written to.
         args, kwargs: the arguments; tensors [B, N, ...] among them are by node.
@@ -31,7 +35,7 @@ def by_levels(
     """
     levels = cache.states.levels
     on_host = levels(torch.device("cpu"))
-    states = {slot: cache.states.committed[slot] for slot in mixer.slots}
+    states = {slot: cache.states.committed[slot] for slot in slots}
     flat, form = tree_flatten((args, kwargs))
     outputs: list[Any] = []
     kept: list[States] = []
@@ -49,7 +53,7 @@ def by_levels(
 
         own_args, own_kwargs = tree_unflatten([of_level(part) for part in flat], form)
         outputs.append(forward(*own_args, **own_kwargs))
-        states = {slot: slot.read(lent) for slot in mixer.slots}
+        states = {slot: slot.read(lent) for slot in slots}
         kept.append(states)
     places = [(depth, place) for depth, level in enumerate(on_host.levels) for place in range(len(level.rows))]
 
@@ -60,7 +64,7 @@ def by_levels(
 
         return after
 
-    cache.states.keep({slot: state_of(slot) for slot in mixer.slots})
+    cache.states.keep({slot: state_of(slot) for slot in slots})
 
     def of_nodes(*parts: Any) -> Any:
         """[B, N, ...] of what came out for each level, [M, 1, ...]."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,16 +17,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.states import After, FixedStates, RunningStates, StatefulCache, StateSlot, states_of
-from hf_dart.models.running_states.at_once import convolution, delta_rule
-from hf_dart.models.running_states.by_levels import by_levels
-from hf_dart.models.running_states.tree_forward import Form, Mixer, forward_before
+from hf_dart.cache.states import RunningStates, StatefulCache, StateSlot, states_of
+from hf_dart.models.running_states.tree_forward import Family, Mixer, Nodes, forward_before
 from hf_dart.models.tolerance import same
 from hf_dart.trees.tree import DraftTree
 
-# Larger trees are run by levels, as the cost of nodes attending to each other grows with the square of their number
-# or faster. So is a single node, wherever trees may be: then it is stock's own step.
-_MOST = 128
 # Modules sum delta rules in float32, whatever their dtype: wider ones are run by levels, which sum as stock does.
 WIDEST_RULE = torch.float32
 
@@ -37,39 +30,7 @@ _TREES = [[-1, 0, 1, 2, 3, 4, 0, 1], [-1, 0, 0, 1, 1, 2, -1, -1]]
 _PATHS, _DEPTH = [[0, 1, 2, 3, 4, 5], [0, 1, 3, 0, 0, 0]], 5
 
 
-class _Tree:
-    """The tree that a module is to take, as one convolution and at most one rule see it.
-
-    Attributes:
-        after: what states are after any node of those that were run.
-    """
-
-    def __init__(self, mixer: Mixer, held: RunningStates) -> None:
-        self._slots = {slot.kind: slot for slot in mixer.slots}
-        self._held = held
-        self.after: dict[StateSlot, After] = {}
-
-    def convolve(self, conv: nn.Conv1d, inputs: Tensor, activation: str | None = None) -> Tensor:
-        """See `at_once.convolution`: of inputs [B, N, C]."""
-        slot = self._slots["conv_states"]
-        text = self._held.committed[slot]
-        paths = self._held.paths(text.device)
-        mixed, self.after[slot] = convolution(inputs, text, paths, conv.weight, conv.bias, activation)
-        return mixed
-
-    def rule(self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, rate: Tensor) -> Tensor:
-        """See `at_once.delta_rule`."""
-        slot = self._slots["recurrent_states"]
-        text = self._held.committed[slot]
-        mixed, self.after[slot] = delta_rule(query, key, value, log_decay, rate, text, self._held.paths(text.device))
-        return mixed
-
-
-Family = Callable[[Any, Tensor, _Tree], Tensor]
-"""The outputs [B, N, H] of a module for the hidden states [B, N, H] of nodes."""
-
-
-def _short_convolution(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
+def _short_convolution(module: Any, hidden: Tensor, tree: Nodes) -> Tensor:
     before, after, inputs = module.in_proj(hidden).chunk(3, dim=-1)
     return module.out_proj(after * tree.convolve(module.conv, before * inputs))
 
@@ -81,7 +42,7 @@ def _gated(outputs: Tensor, gate: Tensor, norm: nn.Module, projection: nn.Module
     return projection(normed.reshape(batch, nodes, -1))
 
 
-def _delta_net(module: Any, tree: _Tree, mixed: Tensor, forget: Tensor, rate: Tensor) -> Tensor:
+def _delta_net(module: Any, tree: Nodes, mixed: Tensor, forget: Tensor, rate: Tensor) -> Tensor:
     """Return the outputs [B, N, H, V] of a rule whose heads decay."""
     convolved = tree.convolve(module.conv1d, mixed, module.activation)
     sizes = (module.key_dim, module.key_dim, module.value_dim)
@@ -95,7 +56,7 @@ def _delta_net(module: Any, tree: _Tree, mixed: Tensor, forget: Tensor, rate: Te
     return tree.rule(query, key, value, log_decay, rate)
 
 
-def _qwen3_next(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
+def _qwen3_next(module: Any, hidden: Tensor, tree: Nodes) -> Tensor:
     projected = module.in_proj_qkvz(hidden), module.in_proj_ba(hidden)
     query, key, value, gate, rate, forget = module.fix_query_key_value_ordering(*projected)
     mixed = torch.cat([part.flatten(2) for part in (query, key, value)], dim=-1)
@@ -103,7 +64,7 @@ def _qwen3_next(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
     return _gated(outputs, gate, module.norm, module.out_proj)
 
 
-def _qwen3_5(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
+def _qwen3_5(module: Any, hidden: Tensor, tree: Nodes) -> Tensor:
     rate = module.in_proj_b(hidden).sigmoid()
     outputs = _delta_net(module, tree, module.in_proj_qkv(hidden), module.in_proj_a(hidden), rate)
     return _gated(outputs, module.in_proj_z(hidden), module.norm, module.out_proj)
@@ -113,25 +74,25 @@ def _projected(module: Any, hidden: Tensor) -> Tensor:
     return torch.cat([module.q_proj(hidden), module.k_proj(hidden), module.v_proj(hidden)], dim=-1)
 
 
-def _olmo_hybrid(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
+def _olmo_hybrid(module: Any, hidden: Tensor, tree: Nodes) -> Tensor:
     rate = module.b_proj(hidden).sigmoid() * (2.0 if module.allow_neg_eigval else 1.0)
     outputs = _delta_net(module, tree, _projected(module, hidden), module.a_proj(hidden), rate)
     return _gated(outputs, module.g_proj(hidden), module.o_norm, module.o_proj)
 
 
-def _delta_attention(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
+def _delta_attention(module: Any, hidden: Tensor, tree: Nodes) -> Tensor:
     """Return the outputs [B, N, H, V] of a rule whose channels decay."""
     convolved = tree.convolve(module.conv1d, _projected(module, hidden), module.activation)
     query, key, value = (part.unflatten(-1, (-1, module.head_dim)) for part in convolved.chunk(3, dim=-1))
     return tree.rule(query, key, value, module.forget_gate(hidden), module.b_proj(hidden).sigmoid())
 
 
-def _kimi_linear(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
+def _kimi_linear(module: Any, hidden: Tensor, tree: Nodes) -> Tensor:
     gate = module.g_b_proj(module.g_a_proj(hidden))
     return _gated(_delta_attention(module, hidden, tree), gate, module.o_norm, module.o_proj)
 
 
-def _bailing_hybrid(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
+def _bailing_hybrid(module: Any, hidden: Tensor, tree: Nodes) -> Tensor:
     return _gated(_delta_attention(module, hidden, tree), module.g_proj(hidden), module.o_norm, module.o_proj)
 
 
@@ -148,33 +109,10 @@ _FAMILIES: dict[str, Family] = {
 }
 
 
-@dataclass(frozen=True)
-class AtOnce:
-    """`by_levels` in one call, for a module of a known family."""
+def family_of(module: nn.Module, slots: tuple[StateSlot, ...], cache: Cache, width: int) -> Family | None:
+    """Return what takes a tree at once in a mixer; None where that is not what levels give.
 
-    family: Family
-
-    def __call__(
-        self,
-        mixer: Mixer,
-        forward: Callable[..., Any],
-        cache: StatefulCache,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """See `by_levels`."""
-        held = cache.states
-        fewest = 1 if isinstance(held, FixedStates) else 2
-        if not fewest <= held.shape[1] <= _MOST:
-            return by_levels(mixer, forward, cache, args, kwargs)
-        tree = _Tree(mixer, held)
-        outputs = self.family(mixer.module, args[0] if args else kwargs["hidden_states"], tree)
-        held.keep(tree.after)
-        return outputs
-
-
-def form_of(module: nn.Module, slots: tuple[StateSlot, ...], cache: Cache, width: int) -> Form:
-    """`AtOnce` where it gives what `by_levels` does for random inputs, states and commits; `by_levels` elsewhere.
+    Tried on random inputs, states and commits.
 
     Args:
         module: a mixer; it is not changed.
@@ -184,14 +122,14 @@ def form_of(module: nn.Module, slots: tuple[StateSlot, ...], cache: Cache, width
     """
     family = _FAMILIES.get(type(module).__name__)
     if family is None or forward_before(module) is not None:
-        return by_levels
+        return None
     try:
-        return AtOnce(family) if _agree(module, AtOnce(family), slots, cache, width) else by_levels
+        return family if _agrees(family, module, slots, cache, width) else None
     except Exception:  # a module of another release, or an offloaded one
-        return by_levels
+        return None
 
 
-def _agree(module: nn.Module, form: Form, slots: tuple[StateSlot, ...], cache: Cache, width: int) -> bool:
+def _agrees(family: Family, module: nn.Module, slots: tuple[StateSlot, ...], cache: Cache, width: int) -> bool:
     """Compare both, in float32 or in the module's own dtype if it is wider."""
     weights = [weight for weight in module.parameters() if weight.is_floating_point()]
     own = [weight.dtype for weight in weights]
@@ -199,7 +137,7 @@ def _agree(module: nn.Module, form: Form, slots: tuple[StateSlot, ...], cache: C
     has_rule = any(slot.kind == "recurrent_states" for slot in slots)
     if has_rule and torch.finfo(widest).bits > torch.finfo(WIDEST_RULE).bits:
         return False
-    mixer = Mixer(copy.deepcopy(module).to(widest) if {*own} - {widest} else module, slots, form)
+    module = copy.deepcopy(module).to(widest) if {*own} - {widest} else module
     parents = torch.tensor(_TREES)
     tree = DraftTree.from_parents(torch.zeros_like(parents), parents, _DEPTH)
     generator = torch.Generator().manual_seed(0)
@@ -213,9 +151,9 @@ def _agree(module: nn.Module, form: Form, slots: tuple[StateSlot, ...], cache: C
     hidden = loud(*parents.shape, width)
     real = (parents >= 0) | (torch.arange(parents.shape[1]) == 0)
     found: list[list[Tensor]] = []
-    for one in (form, by_levels):
+    for mixer in (Mixer(module, slots, family), Mixer(module, slots)):
         held.states.begin(tree)
-        outputs = one(mixer, mixer.module.forward, held, (hidden,), {named[0]: held})
+        outputs = mixer(hidden, **{named[0]: held})
         parts = [part[real.to(part.device)] for part in tree_leaves(outputs)]
         for count in range(1, _DEPTH + 2):
             after = held.states.after(torch.tensor(_PATHS), [count, min(count, 3)])

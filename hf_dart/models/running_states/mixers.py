@@ -17,16 +17,15 @@ from hf_dart.cache.states import StateSlot, states_of
 from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.models.devices import device_of
 from hf_dart.models.identity import as_before, identity
-from hf_dart.models.running_states.by_levels import by_levels
-from hf_dart.models.running_states.families import form_of
-from hf_dart.models.running_states.tree_forward import Form, Mixer
+from hf_dart.models.running_states.families import family_of
+from hf_dart.models.running_states.tree_forward import Family, Mixer
 from hf_dart.models.stock_steps import StockSteps
 
 _TOKENS = 4
 
 
-# Per model, by its identity: names of its mixers, their slots, and the form in which they take trees.
-_Found = list[tuple[str, tuple[StateSlot, ...], Form]]
+# Per model, by its identity: names of its mixers, their slots, and what takes trees at once.
+_Found = list[tuple[str, tuple[StateSlot, ...], Family | None]]
 _found: WeakKeyDictionary[Any, tuple[Any, _Found]] = WeakKeyDictionary()
 
 
@@ -40,13 +39,13 @@ def mixers_of(model: PreTrainedModel) -> list[Mixer]:
     now = identity(model)
     if model not in _found or _found[model][0] != now:
         _found[model] = now, _names_of(model)
-    return [Mixer(model.get_submodule(name), slots, form) for name, slots, form in _found[model][1]]
+    return [Mixer(model.get_submodule(name), slots, family) for name, slots, family in _found[model][1]]
 
 
 def takes_levels(model: PreTrainedModel) -> bool:
     """Return True if a mixer of running states processes trees level by level, so that each level has a cost."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return any(map(keeps_states, layers)) and any(mixer.form is by_levels for mixer in mixers_of(model))
+    return any(map(keeps_states, layers)) and any(mixer.family is None for mixer in mixers_of(model))
 
 
 def _names_of(model: PreTrainedModel) -> _Found:
@@ -57,7 +56,7 @@ def _names_of(model: PreTrainedModel) -> _Found:
         StockSteps(model, tokens, [0], cache).prefill()
     held = states_of(cache)
     found: _Found = []
-    forms: dict[Any, Form] = {}
+    families: dict[Any, Family | None] = {}
     for name, module in model.named_modules():
         inside = {slot for part in module.modules() for slot in asked.get(part, ())}
         outermost = not any(name.startswith(f"{outer}.") for outer, *_ in found)
@@ -70,10 +69,10 @@ def _names_of(model: PreTrainedModel) -> _Found:
             )
         slots = tuple(sorted(slot for slot in inside if slot in held))
         code = type(module), *((slot.kind, slot.number) for slot in slots)
-        if code not in forms:
+        if code not in families:
             with torch.autocast(tokens.device.type, enabled=False):  # its rounding would hide differences
-                forms[code] = form_of(module, slots, cache, text.hidden_size)
-        found.append((name, slots, forms[code]))
+                families[code] = family_of(module, slots, cache, text.hidden_size)
+        found.append((name, slots, families[code]))
     return found
 
 

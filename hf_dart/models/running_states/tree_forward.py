@@ -12,9 +12,47 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from hf_dart.cache.states import StatefulCache, StateSlot
+from hf_dart.cache.states import After, FixedStates, RunningStates, StatefulCache, StateSlot
+from hf_dart.models.running_states.at_once import convolution, delta_rule
+from hf_dart.models.running_states.by_levels import by_levels
+
+# Larger trees are run by levels, as the cost of nodes attending to each other grows with the square of their number
+# or faster. So is a single node, wherever trees may be: then it is stock's own step.
+MOST = 128
+
+
+class Nodes:
+    """The tree that a module is to take, as one convolution and at most one rule see it.
+
+    Attributes:
+        after: what states are after any node of those that were run.
+    """
+
+    def __init__(self, slots: Sequence[StateSlot], held: RunningStates) -> None:
+        self._slots = {slot.kind: slot for slot in slots}
+        self._held = held
+        self.after: dict[StateSlot, After] = {}
+
+    def convolve(self, conv: nn.Conv1d, inputs: Tensor, activation: str | None = None) -> Tensor:
+        """See `at_once.convolution`: of inputs [B, N, C]."""
+        slot = self._slots["conv_states"]
+        text = self._held.committed[slot]
+        paths = self._held.paths(text.device)
+        mixed, self.after[slot] = convolution(inputs, text, paths, conv.weight, conv.bias, activation)
+        return mixed
+
+    def rule(self, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, rate: Tensor) -> Tensor:
+        """See `at_once.delta_rule`."""
+        slot = self._slots["recurrent_states"]
+        text = self._held.committed[slot]
+        mixed, self.after[slot] = delta_rule(query, key, value, log_decay, rate, text, self._held.paths(text.device))
+        return mixed
+
+
+Family = Callable[[Any, Tensor, Nodes], Tensor]
+"""The outputs [B, N, H] of a module for the hidden states [B, N, H] of nodes."""
 
 
 @dataclass(eq=False)
@@ -24,16 +62,19 @@ class Mixer:
     Attributes:
         module: what runs.
         slots: where the cache keeps its states.
-        form: how it takes trees.
+        family: takes trees at once; None where they go level by level.
         users: calls that verify trees at this moment, in all threads, while it stands in the module's instance.
         before: what the instance had there; None if its class's.
     """
 
     module: nn.Module
     slots: tuple[StateSlot, ...]
-    form: Form
+    family: Family | None = None
     users: int = field(default=0, init=False)
     before: Any = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._forward = self.module.forward
 
     def install(self) -> None:
         """Stand for the forward that the module has now."""
@@ -52,11 +93,14 @@ class Mixer:
         cache = next((part for part in given if isinstance(part, StatefulCache)), None)
         if cache is None:
             return self._forward(*args, **kwargs)
-        return self.form(self, self._forward, cache, args, kwargs)
-
-
-Form = Callable[[Mixer, Callable[..., Any], StatefulCache, tuple[Any, ...], dict[str, Any]], Any]
-"""A way to run a mixer over the nodes of a tree, with the arguments of `by_levels`."""
+        held = cache.states
+        fewest = 1 if isinstance(held, FixedStates) else 2
+        if self.family is None or not fewest <= held.shape[1] <= MOST:
+            return by_levels(self.slots, self._forward, cache, args, kwargs)
+        nodes = Nodes(self.slots, held)
+        outputs = self.family(self.module, args[0] if args else kwargs["hidden_states"], nodes)
+        held.keep(nodes.after)
+        return outputs
 
 
 def forward_before(module: nn.Module) -> Any:
