@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_dart.drafters.base import Drafter, Proposal
-from hf_dart.trees.chain import ChainScores, best_chain
+from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import Copy, RowLookup, best_depth, padded, up_to_end, with_copies
 from hf_dart.trees.costs import Array, RoundCost
@@ -106,9 +106,9 @@ class TreeGrower:
             none = torch.empty(len(deepest), 0, 1)
             return self._grown(none.long(), none[:, :, None], copied, chances, deepest, weights, ended)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
-        after_draft = None
+        again: list[Tensor] = []
         if refine is not None and self._config.refine and self.depth > 1 and not chain:
-            tokens, scores, after_draft = self._refine(proposal, gumbel, seen, refine)
+            tokens, scores, *again = self._refine(proposal, gumbel, seen, refine)
         else:
             ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
             tokens, scores = (part[..., : 1 if chain else None] for part in ranked)
@@ -116,8 +116,9 @@ class TreeGrower:
             # Copied tokens join the candidates, so that a drafted token after one is scored like any other.
             tokens, scores = with_copies(tokens, scores, torch.from_numpy(copied).to(tokens.device))
         steps = self._steps(proposal, tokens, scores)
-        if after_draft is not None:
-            steps = after_draft.replace(tokens, steps)
+        if again:
+            draft, better = again
+            steps = after_draft(draft, better, tokens, steps)
         return self._grown(tokens, steps, copied, chances, deepest, weights, ended)
 
     def score(self, logits: Tensor, gumbel: Tensor | None) -> Tensor:
@@ -127,8 +128,11 @@ class TreeGrower:
 
     def _refine(
         self, proposal: Proposal, gumbel: Tensor | None, seen: Tensor | None, refine: Callable[[Tensor], Proposal]
-    ) -> tuple[Tensor, Tensor, ChainScores]:
-        """Candidates [B, d, K] of the first draft and the last one, and their scores [B, d, K] in either."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Candidates [B, d, K] of the first draft and the last one, and their scores in either, [B, d, K].
+
+        Before the last ones come the tokens [B, d] of the draft that they are scored after.
+        """
         vocabulary = proposal.vocabulary
         first = self._rank.scores(proposal.logits, gumbel, seen, vocabulary)
         candidates, (scores,) = self._rank.best(first, vocabulary=vocabulary)
@@ -143,7 +147,7 @@ class TreeGrower:
             later = self._rank.scores(refine(draft).logits, gumbel, seen, vocabulary)
             again, looked_at = torch.cat([first[:, :1], later[:, 1:]], dim=1), draft
         candidates, (scores, better) = self._rank.best(first, again, vocabulary=vocabulary)
-        return candidates, scores, ChainScores(looked_at, better)
+        return candidates, scores, looked_at, better
 
     def _steps(self, proposal: Proposal, tokens: Tensor, scores: Tensor) -> Tensor:
         """[B, d, J, K] log-scores of candidates [B, d, K] after each of the depth before, from those alone [B, d, K].

@@ -5,41 +5,30 @@ Nothing here can change the output: an edited draft is verified like any other.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class ChainScores:
-    """Scores of candidates after the tokens of one draft per row.
+def after_draft(draft: Tensor, scores: Tensor, candidates: Tensor, steps: Tensor) -> Tensor:
+    """Put scores of candidates after a draft's own tokens in the place of others; the rest of `steps` stays.
 
-    Attributes:
-        tokens: [B, d] that draft.
-        scores: [B, d, K] log-scores of the candidates, each after the draft's tokens before it.
+    Args:
+        draft: [B, d] its tokens.
+        scores: [B, d, K] log-scores of candidates, each after the draft's tokens before it.
+        candidates: [B, d, W] those candidates, and perhaps more after them: copied tokens.
+        steps: [B, d, W, W] scores of candidates after each candidate of the depth before; [B, d, 1, W] where they do
+            not depend on it.
+
+    Returns:
+        [B, d, W, W]
     """
-
-    tokens: Tensor
-    scores: Tensor
-
-    def replace(self, candidates: Tensor, steps: Tensor) -> Tensor:
-        """Put these scores in the place of those after the draft's own tokens; the others stay.
-
-        Args:
-            candidates: [B, d, W] the candidates that were scored, and perhaps more after them: copied tokens.
-            steps: [B, d, W, W] scores of candidates after each candidate of the depth before; [B, d, 1, W] where they
-                do not depend on it.
-
-        Returns:
-            [B, d, W, W]
-        """
-        more = candidates.shape[-1] - self.scores.shape[-1]
-        scores = torch.nn.functional.pad(self.scores, (0, more), value=-inf)
-        drafted = torch.zeros_like(candidates, dtype=torch.bool)  # True if the candidate before is the draft's
-        drafted[:, 1:] = candidates[:, :-1] == self.tokens[:, :-1, None]
-        return torch.where(drafted[..., None], scores[:, :, None], steps)
+    more = candidates.shape[-1] - scores.shape[-1]
+    scores = torch.nn.functional.pad(scores, (0, more), value=-inf)
+    drafted = torch.zeros_like(candidates, dtype=torch.bool)  # True if the candidate before is the draft's
+    drafted[:, 1:] = candidates[:, :-1] == draft[:, :-1, None]
+    return torch.where(drafted[..., None], scores[:, :, None], steps)
 
 
 def best_chain(candidates: Tensor, steps: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from hf_dart.decoding.api import attach
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.trees.chain import ChainScores, best_chain
+from hf_dart.trees.chain import after_draft, best_chain
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [
@@ -208,7 +208,7 @@ def test_refined_scores_stand_after_the_draft_only() -> None:
     candidates = torch.tensor([[[1, 2, 1], [3, 4, 9], [5, 6, -1]]])  # copied ones at the end
     table = torch.full((1, 3, 3, 3), -1.0)
     scores = -2.0 - torch.arange(6.0).view(1, 3, 2)
-    changed = ChainScores(tokens, scores).replace(candidates, table)
+    changed = after_draft(tokens, scores, candidates, table)
     expected = table.clone()
     expected[0, 1, 0] = torch.tensor([-4.0, -5, -inf])
     expected[0, 1, 2] = expected[0, 1, 0]  # that token as a copied one
