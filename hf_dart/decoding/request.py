@@ -181,7 +181,6 @@ def admit(
     prompt = input_ids if embeddings is None else embeddings
     total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
     most = total + max_length - width
-    padded = mask is not None and not bool(mask.all())
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
@@ -193,8 +192,11 @@ def admit(
     assistant.check_target(model)
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     pads = left_padding(mask, total, len(input_ids))
+    cached = slots_of(stock)
+    refuse_crossing(model, pads, cached, total, most)
+    refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     # Nothing of the target has run until here.
-    check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), padded)
+    check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))
     input_ids = input_ids.long()  # as stock's are once a token is added
     prompt = input_ids if embeddings is None else embeddings
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
@@ -203,9 +205,6 @@ def admit(
     tree_config = tree_config.for_levels(levels)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=assistant.draft_cost(model, tree_config.depth))
-    cached = slots_of(stock)
-    refuse_crossing(model, pads, cached, total, most)
-    refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     if assistant.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
         warnings.warn(
             "generate would compile the target for this static cache; drafted rounds run it eagerly, unless "

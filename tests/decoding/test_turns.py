@@ -41,6 +41,16 @@ def pair() -> tuple[Any, DartHead]:
     return target, tiny_head(target)
 
 
+def conversation(target: Any, *drafters: DartHead | None) -> Tensor:
+    """The text after as many sampled turns over one cache, each with its drafter; None is stock's own turn."""
+    cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
+    for seed, drafter in enumerate(drafters):
+        drafting = {} if drafter is None else {"assistant": drafter}
+        text = run(target, inputs, seed, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences
+        inputs = behind(inputs, text)
+    return text
+
+
 REPRESENTATIVE = [
     ("llama", "static", RAGGED, "eos"),
     ("gemma3", "dynamic", RAGGED, "sampled"),
@@ -138,15 +148,7 @@ def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest
 def test_a_draft_that_began_amid_the_text_goes_on(pair: tuple[Any, DartHead], taken_up: list[bool]) -> None:
     """After a turn of stock's the head has not read the prefix; the turn after that finds what it has read since."""
     target, head = pair
-    texts = []
-    for drafters in ((None, None, None), (None, head, head)):
-        cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
-        for seed, drafter in enumerate(drafters):
-            drafting = {} if drafter is None else {"assistant": drafter}
-            text = run(target, inputs, seed, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences
-            inputs = behind(inputs, text)
-        texts.append(text)
-    assert torch.equal(*texts)
+    assert torch.equal(conversation(target, None, head, head), conversation(target, None, None, None))
     assert taken_up == [False, True]
 
 
@@ -304,15 +306,9 @@ def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -
 def test_another_head_starts_anew(pair: tuple[Any, DartHead], taken_up: list[bool]) -> None:
     target, head = pair
     other = tiny_head(target, draft_length=3, feature_layers=[1])
-    texts = []
-    for drafters in ((None, None, None), (head, other, head), (head, copy.deepcopy(head), other)):
-        cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
-        for seed, drafter in enumerate(drafters):
-            drafting = {} if drafter is None else {"assistant": drafter}
-            text = run(target, inputs, seed, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences
-            inputs = behind(inputs, text)
-        texts.append(text)
-    assert all(torch.equal(text, texts[0]) for text in texts)
+    stock = conversation(target, None, None, None)
+    for drafters in ((head, other, head), (head, copy.deepcopy(head), other)):
+        assert torch.equal(conversation(target, *drafters), stock)
     assert not any(taken_up)
 
 
