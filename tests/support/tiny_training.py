@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, default_data_collator
@@ -103,3 +104,20 @@ def write_json_lines(path: Path, rows: Iterable[dict[str, Any]]) -> str:
     """Write rows of a data set as JSON lines; the path, as the name of a source."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
     return str(path)
+
+
+def write_rows(file: Path, rows: list[dict[str, Any]], eos: int) -> bytes:
+    """Write rows of a data set in the format that the ending names; what the file then holds."""
+    if file.suffix == ".parquet":
+        import datasets
+
+        datasets.Dataset.from_list(rows).to_parquet(file)
+    elif file.suffix == ".bin":
+        np.concatenate([[*row["input_ids"], eos] for row in rows]).astype(np.uint16).tofile(file)
+    elif file.suffix == ".json":
+        file.write_text(json.dumps(rows), encoding="utf8")
+    elif file.suffix == ".jsonl":
+        write_json_lines(file, rows)
+    else:
+        file.write_text("\n\n".join(row["text"] for row in rows), encoding="utf8")
+    return file.read_bytes()

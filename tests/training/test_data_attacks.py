@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from support.attacks import changed, damaged, seeds, survives
 from support.chats import CONVERSATION, MARKED, PLAIN, THINKING, chat_tokenizer
+from support.tiny_training import write_rows
 
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data import sources
@@ -24,7 +25,7 @@ datasets.disable_progress_bars()
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0  # 5 seconds after each stream of Parquet
 LENGTH = 64
 TOKENIZER = chat_tokenizer()
-TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * (i % 3 + 1) for i in range(6)]
+TEXTS = [f"def f{i}(x):\n    return x + {i}  # Küche\n" * (i % 3 + 1) for i in range(6)]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 SHAREGPT = [{"from": "human", "value": "Add."}, {"from": "gpt", "value": "def add(a, b):\n    return a + b"}]
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -34,20 +35,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "tools": [{"messages": CONVERSATION, "tools": json.dumps([TOOL])} for _ in range(3)],
     "conversations": [{"conversations": SHAREGPT} for _ in range(3)],
 }
-
-
-def write_rows(file: Path, rows: list[dict[str, Any]]) -> bytes:
-    if file.suffix == ".parquet":
-        datasets.Dataset.from_list(rows).to_parquet(file)
-    elif file.suffix == ".bin":
-        eos = TOKENIZER.eos_token_id
-        np.concatenate([[*row["input_ids"], eos] for row in rows]).astype(np.uint16).tofile(file)
-    elif file.suffix in (".txt", ".py"):
-        file.write_text("\n\n".join(row["text"] for row in rows) + "Küche", encoding="utf8")
-    else:
-        lines = [json.dumps(row) for row in rows]
-        file.write_text("\n".join(lines) if file.suffix == ".jsonl" else f"[{', '.join(lines)}]", encoding="utf8")
-    return file.read_bytes()
 
 
 def attacked(file: Path, rows: list[dict[str, Any]], good: bytes, seed: int) -> None:
@@ -104,7 +91,7 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files(tmp_path: Path, kind: str, ending: str, part: range) -> None:
     """Each is read or refused; the fixed file of the same name is read as if nothing had been."""
     file = tmp_path / f"data{ending}"
-    good = write_rows(file, ROWS[kind])
+    good = write_rows(file, ROWS[kind], TOKENIZER.eos_token_id)
     reading = partial(read, tmp_path, str(file))
     expected = [reading(streaming=streaming) for streaming in (False, True)]
     outcomes = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from itertools import islice, product
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.tiny_training import write_json_lines
+from support.tiny_training import write_json_lines, write_rows
 from transformers import AutoTokenizer, default_data_collator
 
 from hf_dart import DartConfig
@@ -61,20 +60,13 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any, kind: 
     folder = tmp_path / "data"
     folder.mkdir()
     name = str(folder)
-    table = datasets.Dataset.from_dict({"text": TEXTS})
-    if kind == "jsonl":
-        name = write_json_lines(folder / "a.jsonl", [{"text": text} for text in TEXTS])
-    elif kind == "json":
-        (folder / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
-    elif kind == "parquet":
-        table.to_parquet(folder / "a.parquet")
+    if kind in ("jsonl", "json", "parquet"):
+        write_rows(folder / f"a.{kind}", [{"text": text} for text in TEXTS], 0)
     elif kind == "bin":
-        eos = tokenizer.eos_token_id
-        np.concatenate([[*tokenizer(text)["input_ids"], eos] for text in TEXTS]).astype(np.uint16).tofile(
-            folder / "a.bin"
-        )
+        rows = [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS]
+        write_rows(folder / "a.bin", rows, tokenizer.eos_token_id)
     elif kind == "saved":
-        table.save_to_disk(folder)
+        datasets.Dataset.from_dict({"text": TEXTS}).save_to_disk(folder)
     elif kind == "pattern":
         for part in range(3):
             write_json_lines(folder / f"{part}.jsonl", [{"text": text} for text in TEXTS[part::3]])
