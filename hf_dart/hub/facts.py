@@ -39,6 +39,7 @@ class HeadFacts:
     """Facts that a card is written from; the sentence of one that is None or empty is left out.
 
     Attributes:
+        kind, texts: of the drafter, and texts about that kind.
         config: of the drafter.
         parameters, size: how many are stored, and in how many bytes.
         dtype: they are stored in.
@@ -50,6 +51,8 @@ class HeadFacts:
         license, language, datasets, tags: fields of the card's front matter, in the Hub's spelling.
     """
 
+    kind: Kind
+    texts: CardTexts
     config: PreTrainedConfig
     parameters: int
     size: int
@@ -89,7 +92,12 @@ class HeadFacts:
             ValueError: a file is missing, damaged, or tells of another head; the message names it.
         """
         folder = Path(folder)
-        config = _read_config(folder)
+        file = folder / "config.json"
+        kind = kind_of(read_json(file).get("model_type")) if file.is_file() else None
+        if kind is None or kind.config_class is None or kind.texts is None:
+            called = " or ".join(sorted(one.called for one in KINDS.values() if one.config_class is not None))
+            raise ValueError(f"{folder} holds no config.json of {called}; give what save_pretrained wrote.")
+        config = kind.config_class.from_pretrained(folder)
         parameters, size, dtype = _weights(folder)
         training_file = Path(training) if training is not None else folder / TRAINING_RECORD
         told = training is not None or training_file.is_file()
@@ -105,6 +113,8 @@ class HeadFacts:
                 f"{parameters}; give the bench of this head."
             )
         return cls(
+            kind,
+            kind.texts,
             config,
             parameters,
             size,
@@ -117,31 +127,9 @@ class HeadFacts:
         )
 
     @property
-    def kind(self) -> Kind:
-        """The kind of drafter."""
-        kind = kind_of(self.config.model_type)
-        assert kind is not None  # `read` found it
-        return kind
-
-    @property
-    def texts(self) -> CardTexts:
-        """Texts about that kind."""
-        assert self.kind.texts is not None
-        return self.kind.texts
-
-    @property
     def target(self) -> str | None:
         """The target's name, on the Hub or not."""
         return self.base_model or self.config.target_name
-
-
-def _read_config(folder: Path) -> PreTrainedConfig:
-    file = folder / "config.json"
-    kind = kind_of(read_json(file).get("model_type")) if file.is_file() else None
-    if kind is None or kind.config_class is None:
-        called = " or ".join(sorted(one.called for one in KINDS.values() if one.config_class is not None))
-        raise ValueError(f"{folder} holds no config.json of {called}; give what save_pretrained wrote.")
-    return kind.config_class.from_pretrained(folder)
 
 
 def _hub_id(config: PreTrainedConfig) -> str | None:
