@@ -24,12 +24,12 @@ HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only"
 _WITHOUT_USE = ("attn_implementation", "device_map", "trust_remote_code")  # to drafters of other projects
 
 
-# Fields that transformers writes into every config, and others that say nothing about a drafter.
-_NOTES = {
+NOTES = {
     "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type",
     "output_attentions", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "torch_dtype",
     "transformers_version", "use_cache",
 }  # fmt: skip
+"""Fields that transformers writes into every config, and others that say nothing about a drafter."""
 
 
 def refuse_fields(path: str, content: dict[str, Any], config_class: Any) -> None:
@@ -42,7 +42,7 @@ def refuse_fields(path: str, content: dict[str, Any], config_class: Any) -> None
     """
     ours = (kind for kind in config_class.__mro__ if kind.__module__.startswith("hf_dart."))
     own = {name for kind in ours for name in vars(kind).get("__annotations__", ())}
-    if unknown := sorted(content.keys() - own - _NOTES - set(config_class.former_fields)):
+    if unknown := sorted(content.keys() - own - NOTES - set(config_class.former_fields)):
         raise ValueError(
             f"The config.json in {path} has the field {unknown[0]!r:.100}, which no drafter of this version of hf_dart "
             "has; take it out, or use a newer version."

@@ -43,9 +43,8 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 # Fields of training code that do not affect the forward pass.
 _REMARKS = (
     "max_position_embeddings", "max_window_layers", "pretraining_tp", "sep_token_id", "target_model_type",
-    "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "id2label", "label2id", "return_dict",
-    "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type",
-    "name_or_path", "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states",
+    "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "id2label", "label2id", "name_or_path",
+    "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states",
 )  # fmt: skip
 _AUX_NORMS = {rf"^fusion_norm\.{index}\.": f"aux_norm_{name}." for index, name in enumerate(("low", "mid", "high"))}
 # Fields of an `eagle_config` and what an EAGLE-3 head has there, first what stands for a missing one.

@@ -6,13 +6,13 @@ import json
 from collections.abc import Collection
 from typing import Any
 
+from hf_dart.hub.download import NOTES
+
 MANY = 2**31 - 1
 """Largest whole number of a field that the target or the weights bound."""
-HARMLESS = (
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
-    "initializer_range", "model_type", "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version",
-    "use_cache",
-)  # fmt: skip
+HARMLESS = {
+    *NOTES, "attention_dropout", "auto_map", "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id",
+}  # fmt: skip
 """Fields of any transformers model that have no bearing on the forward pass of a drafter that is not trained."""
 
 
