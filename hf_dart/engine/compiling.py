@@ -51,4 +51,8 @@ def compiled(part: Callable[..., Part], config: EngineConfig) -> Callable[..., P
     )
     own.__kwdefaults__ = plain.__kwdefaults__
     whole = MethodType(own, part.__self__) if isinstance(part, MethodType) else own
-    return torch.compile(whole, fullgraph=True, backend=config.backend, mode=config.mode, dynamic=False)
+    options: dict[str, Any] = {} if config.mode is None else torch._inductor.list_mode_options(config.mode)
+    if hasattr(torch.compiler, "skip_all_guards_unsafe"):  # from PyTorch 2.9 on
+        # `engine.signature` says when parts are to be compiled again; guards would look at every weight in every round.
+        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    return torch.compile(whole, fullgraph=True, backend=config.backend, options=options, dynamic=False)

@@ -246,7 +246,7 @@ def _precision() -> list[Any]:
     matmul, backends = torch.backends.cuda.matmul, torch.backends.cuda
     reduced = (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction)
     kernels = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
-    return [matmul_precision(), *map(str, reduced), *kernels, backends.cudnn_sdp_enabled()]
+    return [matmul_precision(), *map(str, reduced), *kernels, backends.cudnn_sdp_enabled(), torch.get_num_threads()]
 
 
 def _hooked(target: PreTrainedModel) -> bool:
