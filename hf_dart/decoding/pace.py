@@ -325,12 +325,13 @@ class Pace:
         self._left_out = True
 
     def _time(self, mode: str, nodes: int, levels: int, seconds: Mapping[str, float]) -> None:
-        """Measure a round: its draft relative to its own forward, and its forward relative to those of other sizes.
+        """Measure a round: its draft relative to the rest of it, and that rest relative to those of other sizes.
 
         A busy machine slows a round as a whole, and rounds in a row alike.
         """
-        spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify")}
-        draft, grow, verify = (spent[name] - self._spent.get(name, 0.0) for name in spent)
+        spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify", "walk", "commit")}
+        draft, grow, *rest = (spent[name] - self._spent.get(name, 0.0) for name in spent)
+        verify = sum(rest)  # walk and commit, which every round has, too
         self._spent, record = spent, self._record
         left_out, self._left_out = self._left_out, False
         if verify <= 0 or left_out:

@@ -188,7 +188,7 @@ class Session:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.mode)
         emitted = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
-        self.pace.count(budget.mode, emitted, budget.limits, tree.size, tree.max_depth, self.stats.seconds)
+        self.pace.count(budget.mode, emitted, budget.limits, tree.size, tree.max_depth, self.stats.processor_seconds)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)
 

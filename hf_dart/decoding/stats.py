@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from time import perf_counter
+from time import perf_counter, thread_time
 from typing import Any
 
 from hf_dart.decoding.walk import Accepted
@@ -14,6 +15,9 @@ from hf_dart.view.statistics import summary
 
 PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 
+# Other programs and threads take no part in it, so that costs measured on a busy machine hold. Windows counts in
+# steps of 16 ms, which are longer than a round.
+_processor_time = perf_counter if sys.platform == "win32" else thread_time
 
 _COUNTS = ("rounds", "plain_rounds", "chain_rounds", "paused_rounds", "row_rounds", "tokens", "drafted")
 
@@ -99,6 +103,7 @@ class DraftStats:
         committed: tokens that each row committed, round by round; all but the last of a round were drafted.
         seconds: wall time per phase. On an accelerator a phase ends when its work is launched, and waiting
             falls to the first phase that reads a result.
+        processor_seconds: processor time of the calling thread per phase, by which `decoding.pace` measures costs.
         trace: every round with its tree, where `generate(..., trace=True)` asked for it.
     """
 
@@ -112,6 +117,7 @@ class DraftStats:
     accepted_per_depth: list[int] = field(default_factory=list)
     committed: list[list[int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    processor_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0), repr=False)
     trace: Trace | None = None
 
     @property
@@ -131,12 +137,13 @@ class DraftStats:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time spent inside to `seconds[name]`."""
-        start = perf_counter()
+        """Add the time spent inside to `seconds[name]` and `processor_seconds[name]`."""
+        start, processor_start = perf_counter(), _processor_time()
         try:
             yield
         finally:
             self._spend(name, perf_counter() - start)
+            self.processor_seconds[name] += _processor_time() - processor_start
 
     def count(self, emitted: list[int], limits: list[int], nodes: int, mode: str = "tree") -> None:
         """Add one round to the counts.

@@ -479,7 +479,9 @@ def test_a_slow_drafter_pauses_unless_its_cost_is_given(monkeypatch: pytest.Monk
     propose = head.propose
 
     def slow(*args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.15)  # a hundred forwards of this target
+        started = time.thread_time()
+        while time.thread_time() < started + 0.15:  # a hundred forwards of this target
+            pass
         return propose(*args, **kwargs)
 
     monkeypatch.setattr(head, "propose", slow)
