@@ -33,6 +33,7 @@ from hf_dart.decoding.walk import MAX_LEAD, NoiseStream
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "T=1": {"do_sample": True, "top_k": 0},
+    "T=1e-5": {"do_sample": True, "top_k": 0, "temperature": 1e-5},
     "T=.7, top-k": {"do_sample": True, "temperature": 0.7, "top_k": 12},
     "suppressed": {"do_sample": True, "top_k": 0, "suppress_tokens": [4, 9]},
     "top-p": {"do_sample": True, "top_k": 0, "top_p": 0.7},

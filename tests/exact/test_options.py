@@ -20,14 +20,12 @@ from support.compare import assert_identical, run, same
 from support.tiny import (
     PAD,
     VOCABULARY,
-    ReplayDrafter,
     prompts,
     tiny_diffusion_drafter,
     tiny_eagle_drafter,
     tiny_head,
     tiny_target,
 )
-from support.trees import choose_everywhere
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -40,7 +38,6 @@ from transformers import (
 
 from hf_dart import TreeConfig, attach
 from hf_dart.decoding import feed
-from hf_dart.drafters.base import Proposal
 from hf_dart.models.stock_steps import CACHE
 
 TOKENS = 20
@@ -364,31 +361,6 @@ def test_positions_of_the_users_own(llama: tuple[Any, Any], first: list[int]) ->
     given = {**inputs, "position_ids": torch.arange(7) * 2 + torch.tensor(first)[:, None]}
     stock, _ = assert_identical(*llama, given, **GREEDY)
     assert not torch.equal(stock.sequences, run(llama[0], inputs, 0, **GREEDY).sequences)
-
-
-class SecondBest(ReplayDrafter):
-    """Ranks the target's first token after a wrong one, by far."""
-
-    def propose(self, *args: Any, **kwargs: Any) -> Proposal:
-        proposal = super().propose(*args, **kwargs)
-        right = proposal.logits.argmax(-1, keepdim=True)
-        logits = torch.zeros_like(proposal.logits).scatter_(2, right, 6.0)
-        logits[:, :1].scatter_(2, (right[:, :1] + 1) % self.vocabulary, 12.0)
-        return Proposal(logits, proposal.hidden)
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1e-5])
-def test_low_temperatures_where_all_nodes_choose(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator; sums of scores reach many thousands."""
-    choose_everywhere(monkeypatch)
-    target = attach(tiny_target("llama"))
-    options = {"do_sample": True, "top_k": 0, "temperature": temperature, "max_new_tokens": 40}
-    for seed in range(2):
-        stock = run(target, prompts([9]), seed, **options).sequences
-        drafter = SecondBest(stock, [0], VOCABULARY, misses=[0.0], seed=seed)
-        drafter.tree_config = TreeConfig(nodes=64, top_k=2, lookup=0)
-        assert_identical(target, drafter, prompts([9]), seed=seed, **options)
-        assert drafter.last_stats.tau > 3
 
 
 # ---- the ends of tables -----------------------------------------------------------------------------------

@@ -352,8 +352,6 @@ class _Calls(TorchFunctionMode):
         named = kwargs.get("device")
         if named is not None and torch.device(named).type == "cpu":  # zeros_like(x, device="cpu")
             args = _mapped(_host, args)
-        if "pin_memory" in kwargs:  # of safetensors
-            kwargs = {**kwargs, "pin_memory": False}
         if isinstance(named, (str, int)):
             kwargs = {**kwargs, "device": torch.device(named)}
         return func(*args, **kwargs)
