@@ -39,7 +39,8 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
     `bind` lends them.
 
     A subclass makes its modules in `__init__`, which ends with `self.post_init()`, has the training pass as `forward`,
-    and keeps what it attends to in a `SlotCache`. It may have an `embed_tokens` and an `lm_head` of its own.
+    and keeps what it attends to in a `SlotCache`. It may have an `embed_tokens` and an `lm_head` of its own. Loading
+    makes its modules on the meta device: other tensors are to be made with `torch.device("cpu")`.
     """
 
     config: Any
