@@ -13,7 +13,7 @@ costs γ positions, as in block diffusion (arXiv 2503.09573).
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,22 +29,6 @@ from hf_dart.hub import card_texts
 
 MASK = -1
 """Stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit."""
-
-
-class View(NamedTuple):
-    """Slots and positions of new entries, and the mask of what they attend to in the cache.
-
-    Attributes:
-        rotation: of their positions.
-        mask: [B, Q, S] bool, the keys that each of them attends to.
-        slots: [B, Q] of the cache that they are written to, or the first of consecutive ones.
-        keys: the slots that the mask is about.
-    """
-
-    rotation: tuple[Tensor, Tensor]
-    mask: Tensor
-    slots: Tensor | int
-    keys: slice
 
 
 @register(
@@ -185,7 +169,7 @@ class DiffusionDrafter(TrainedDrafter):
         for part in Verified(features, next_tokens, counts).parts(self.config.context_window):
             x = self.embed_text(part.next_tokens, part.features)
             # Only its keys and values are needed; computing one entry's output is cheap.
-            self._run(state, x, self._view(state, x.shape[1]), counts.new_zeros(len(x), 1).to(x.device))
+            self._run(state, x, wanted=counts.new_zeros(len(x), 1).to(x.device))
             state.advance(part.counts)
 
     def propose(
@@ -208,7 +192,7 @@ class DiffusionDrafter(TrainedDrafter):
             padding = (entry >= taken[:, None]) & (entry < known)
             x = torch.where(padding[..., None], self.mask_token.weight, x)
         places = (taken - 1).clamp(min=0)[:, None] + torch.arange(block, device=self.device)
-        hidden = self._run(state, x, self._view(state, known + block - 1, block - 1, taken), places)
+        hidden = self._run(state, x, block - 1, taken, places)
         state.advance(counts)
         draft = self._denoise(state, Proposal(self.logits(hidden), hidden))
         return Proposal(draft.logits[:, :depth], draft.hidden[:, :depth])
@@ -223,8 +207,6 @@ class DiffusionDrafter(TrainedDrafter):
         steps = min(self.denoise_steps, depth)
         tokens = torch.full((batch, depth), MASK, device=self.device)
         masked = torch.arange(depth, device=self.device).expand(batch, depth)  # [B, M], in ascending order
-        # All steps write to the same slots.
-        view = self._view(state, depth - 1, depth - 1) if steps > 1 else None
         for step in range(1, steps):
             # Linear schedule: after step s of T, s / T of the block is revealed.
             left = depth - depth * step // steps
@@ -235,46 +217,50 @@ class DiffusionDrafter(TrainedDrafter):
             revealed, kept = order.split([masked.shape[1] - left, left], dim=1)
             tokens = tokens.scatter(1, masked.gather(1, revealed), likeliest.to(self.device).gather(1, revealed))
             masked = masked.gather(1, kept.sort(-1).values)
-            assert view is not None
-            read = torch.cat([hidden[:, :1], self._run(state, self.embed(tokens[:, :-1]), view)], dim=1)
+            # All steps write to the same slots.
+            read = torch.cat([hidden[:, :1], self._run(state, self.embed(tokens[:, :-1]), depth - 1)], dim=1)
             read = read.gather(1, _along(masked, read))
             hidden = hidden.scatter(1, _along(masked, read), read)
             fresh = self.logits(read)
             logits = logits.scatter(1, _along(masked, fresh), fresh)
         return Proposal(logits, hidden)
 
-    def _view(self, state: SlotCache, queries: int, block: int = 0, counts: Tensor | None = None) -> View:
-        """Return the view of Q entries per row after the cached ones, each attending to the window up to itself.
+    def _run(
+        self,
+        state: SlotCache,
+        x: Tensor,
+        block: int = 0,
+        counts: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Entries x [B, Q, H] after the cached ones through all layers, their keys and values into the cache.
 
         Args:
-            block: slots that attend to each other in both directions.
+            block: slots that attend to each other in both directions; entries attend to the window up to themselves.
             counts: [B] entries in front of those slots; None if they are the first of the Q.
+            wanted: [B, W] entries whose output is wanted; None is all.
+
+        Returns:
+            As `forward`.
         """
-        window, device = self.config.context_window, self.device
-        positions = state.lengths[:, None] + torch.arange(queries, device=device)
+        window, queries = self.config.context_window, x.shape[1]
+        positions = state.lengths[:, None] + torch.arange(queries, device=self.device)
         # No entry attends to what precedes the first key.
         first, end = max(state.shortest + 1 - window, 0), state.longest + queries
         state.store.reserve(end)
-        keys_at = torch.arange(first, end, device=device)
-        mask = (keys_at <= positions[..., None]) & (keys_at > positions[..., None] - window)
+        keys_at = torch.arange(first, end, device=self.device)
+        mask = (keys_at <= positions[..., None]) & (keys_at > positions[..., None] - window)  # [B, Q, S]
         if block:
             start = (state.lengths if counts is None else state.lengths + counts)[:, None]
             queries_inside = (positions >= start) & (positions < start + block)
             keys_inside = (keys_at >= start) & (keys_at < start + block)
             mask = mask | (queries_inside[:, :, None] & keys_inside[:, None])
+        rotation = rotation_at(positions, self.config, self.dtype)
         slots = state.longest if len(positions) == 1 else positions
-        return View(rotation_at(positions, self.config, self.dtype), mask, slots, slice(first, end))
-
-    def _run(self, state: SlotCache, x: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
-        """Entries x [B, Q, H] through all layers, their keys and values into the cache; as `forward`.
-
-        Args:
-            wanted: [B, W] entries whose output is wanted; None is all.
-        """
         for index, layer in enumerate(self.layers):
-            remember = memory(state, index, view.slots, view.keys)
+            remember = memory(state, index, slots, slice(first, end))
             asked = wanted if index == len(self.layers) - 1 else None
-            x = layer(x, x, view.rotation, take(view.mask, asked)[:, None], remember, None, asked)
+            x = layer(x, x, rotation, take(mask, asked)[:, None], remember, None, asked)
         return self.read_out(x)
 
 
