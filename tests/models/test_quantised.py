@@ -155,15 +155,6 @@ def test_rounding_within_plain_modules(way: str, shared: bool) -> None:
         attach(target)
 
 
-def test_modules_put_in_later_are_looked_at() -> None:
-    target = tiny_target("qwen3")
-    head = tiny_head(target)
-    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-    layer = target.model.layers[0].mlp
-    layer.down_proj = PerTensor(layer.down_proj)
-    refused(lambda: run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head), ValueError, "PerTensor")
-
-
 @pytest.mark.parametrize(
     ("kind", "dtype", "rounds_like"),
     [
