@@ -103,15 +103,7 @@ def test_drafters_read_what_the_target_reads(make: Any) -> None:
         torch.testing.assert_close(tokens[row, : len(text)], wanted, rtol=0, atol=0)
 
 
-DRAFTERS = [
-    peagle_head,
-    tiny_eagle_drafter,
-    tiny_diffusion_drafter,
-    small_model,
-]
-
-
-@pytest.mark.parametrize("make", DRAFTERS)
+@pytest.mark.parametrize("make", [peagle_head, tiny_eagle_drafter, tiny_diffusion_drafter, small_model])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(one, marks=pytest.mark.matrix) for one in MORE)])
 def test_every_kind_of_drafter(family: str, make: Any) -> None:
     target = multimodal_target(family)

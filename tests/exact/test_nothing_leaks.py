@@ -13,8 +13,8 @@ from support.cases import MODES
 from support.compare import snapshot
 from support.memory import RUNS, resident
 from support.tiny import prompts, tiny_head, tiny_target
+from support.turns import KINDS
 from support.users import Listener, OwnError
-from transformers import DynamicCache
 
 from hf_dart import TreeConfig
 from hf_dart.models.stock_steps import CACHE
@@ -25,10 +25,6 @@ LIMIT = 16 * 2**20
 def live_tensors() -> int:
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-
-
-def _cache(target: Any) -> DynamicCache:
-    return DynamicCache(config=target.config)
 
 
 def calls() -> list[dict[str, Any]]:
@@ -43,7 +39,7 @@ def calls() -> list[dict[str, Any]]:
         *plain,
         {**plain[0], "tree_config": tree, "return_dict_in_generate": True},
         {**plain[5], "tree_config": tree, "max_new_tokens": 60},
-        {**plain[1], CACHE: _cache, "output_scores": True, "return_dict_in_generate": True},
+        {**plain[1], CACHE: KINDS["dynamic"], "output_scores": True, "return_dict_in_generate": True},
         {**plain[2], "streamer": lambda target: Listener(5), "tree_config": tree},
         {**plain[3], "num_beams": 2},
     ]
