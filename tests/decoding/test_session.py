@@ -23,13 +23,6 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 INPUTS = prompts([7])
 
 
-class Plain(LogitsProcessor):
-    """Does nothing, and is not known."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        return scores
-
-
 class NestsIn(LogitsProcessor):
     """A processor that samples a text of its own at every call."""
 

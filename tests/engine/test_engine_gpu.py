@@ -29,7 +29,6 @@ pytestmark = [
 ]
 INDUCTOR = pytest.param("inductor", marks=needs_a_driver)
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
-TOP_BOTH = {"top_k": 20, "top_p": 0.9}
 OTHERS = ["llama", "qwen3", "mistral", "gpt2"]
 ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
 
