@@ -229,7 +229,6 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
         if noise is not None:
             noise.vocab_size = logits.shape[-1]
         streaming = Streaming(request.streamer, rows)
-        kept = {f"keep_{name}": request.collects(f"output_{name}") for name in ("scores", "logits")}
         depth = min(config.depth or drafter.draft_length, drafter.draft_length)
         # Of processes that share a target, only the one whose call was interrupted would have learnt from it.
         records = None if is_shared(request.model) else drafter.pace_records
@@ -247,7 +246,7 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             grower=TreeGrower(drafter, config, request.processors, rows.tokens, rows.device, rows.eos, pace.cost),
             verify=verify,
             cache=ran.cache,
-            walk=Walker(request.processors, rows, streaming, noise, **kept),
+            walk=Walker(request, rows, streaming, noise),
             noise=noise,
             vocab_size=logits.shape[-1],
             hidden_states=hidden_states,

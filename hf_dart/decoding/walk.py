@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart.decoding.processors import of_rows, scores_alone
+from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.models.devices import generator_state, set_generator_state, users_default
 from hf_dart.trees.tree import DraftTree
@@ -52,32 +53,20 @@ class Walker:
     """Walker through verified trees by the processors, noise and stopping rules of one `generate` call.
 
     Args:
-        processors: as `generate` prepared them.
+        request: the call, its processors, and whether it collects scores or logits.
         rows: grows with every token.
         streaming: is told of every token.
         noise: the noise stream when sampling; None for greedy.
-        keep_scores, keep_logits: collect what `output_scores` / `output_logits` ask for.
     """
 
-    def __init__(
-        self,
-        processors: LogitsProcessorList,
-        rows: Rows,
-        streaming: Streaming,
-        noise: NoiseStream | None,
-        *,
-        keep_scores: bool = False,
-        keep_logits: bool = False,
-    ) -> None:
-        self._processors = processors
-        self._rows = rows
-        self._streaming = streaming
-        self._noise = noise
+    def __init__(self, request: Request, rows: Rows, streaming: Streaming, noise: NoiseStream | None) -> None:
+        self._processors = processors = request.processors
+        self._rows, self._streaming, self._noise = rows, streaming, noise
         self._of_rows = of_rows(processors, len(rows))
         self._everywhere = chooses_everywhere(processors, rows.device)
         self._roots_at_once = len(rows) > 1 and scores_alone(processors)
-        self.scores: tuple[Tensor, ...] | None = () if keep_scores else None
-        self.logits: tuple[Tensor, ...] | None = () if keep_logits else None
+        self.scores: tuple[Tensor, ...] | None = () if request.collects("output_scores") else None
+        self.logits: tuple[Tensor, ...] | None = () if request.collects("output_logits") else None
 
     def __call__(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
         """Walk every row from its root and emit the tokens passed.
