@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = ROOT / "tests" / "mutants.toml"
@@ -42,38 +43,20 @@ ROOMS = {
     "engine/parts.py": _PARTS,
     "engine/tier.py": _PARTS,
 }
-COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
-OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Add,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-}
-NAMES = {
-    "min": "max",
-    "max": "min",
-    "minimum": "maximum",
-    "maximum": "minimum",
-    "amin": "amax",
-    "amax": "amin",
-    "any": "all",
-    "all": "any",
-    "argmax": "argmin",
-    "zeros": "ones",
-    "zeros_like": "ones_like",
-}
+
+
+def _swapped(*pairs: tuple[Any, Any]) -> dict[Any, Any]:
+    return {one: other for pair in pairs for one, other in (pair, pair[::-1])}
+
+
+COMPARISONS = _swapped(
+    (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot), (ast.In, ast.NotIn)
+)
+OPERATORS = _swapped((ast.Add, ast.Sub), (ast.BitAnd, ast.BitOr)) | {ast.Mult: ast.Add}
+NAMES = _swapped(
+    ("min", "max"), ("minimum", "maximum"), ("amin", "amax"), ("any", "all"), ("argmax", "argmin"),
+    ("zeros", "ones"), ("zeros_like", "ones_like"),
+)  # fmt: skip
 
 
 def variants(node: ast.AST) -> Iterator[ast.AST]:
