@@ -18,6 +18,7 @@ from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Drafter, Proposal, Score, State, Verified, entries_of
+from hf_dart.models.attention import added_mask
 from hf_dart.models.verify import MaskKind
 
 
@@ -96,9 +97,7 @@ class View:
         for kind in kinds:
             horizon = kind.horizon(self.positions)
             seen = self.seen if horizon is None else self.seen & (self.at[:, None] > horizon[..., None])
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
-            mask.masked_fill_(~seen, torch.finfo(dtype).min / 2)  # as in `Verifier.masks`
-            masks[kind.name] = mask[:, None].to(device)
+            masks[kind.name] = added_mask(seen[:, None], dtype).to(device)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def enter(self, cache: SlotCache, device: torch.device) -> None:

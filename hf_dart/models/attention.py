@@ -142,12 +142,19 @@ def masked_attention(
     if not query.is_cuda or not _is_for_efficient(query, key, value):
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
     if mask.dtype == torch.bool:
-        hidden = torch.finfo(query.dtype).min / 2  # half of the least number, as in `Verifier.masks`
-        mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(~mask, hidden)
+        mask = added_mask(mask, query.dtype)
     bias = aligned(mask.to(query.dtype)).expand(*query.shape[:3], key.shape[2])
     kernel: Any = torch.ops.aten._scaled_dot_product_efficient_attention
     mixed: Tensor = kernel(query, key, value, bias, False, scale=scaling)[0]
     return mixed
+
+
+def added_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the mask [...] that is added to scores for a bool one [...]: 0 where that is true."""
+    # Half of the least number: kernels that take exp2 multiply by log2(e), and -inf of a row that has no key in one
+    # block of keys would become NaN. It is as good as hidden: exp() of it is 0 next to any score.
+    hidden = torch.finfo(dtype).min / 2
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
 
 
 def _is_for_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:

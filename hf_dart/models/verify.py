@@ -18,7 +18,7 @@ from transformers.utils import output_capturing
 from hf_dart.cache.states import StatefulCache
 from hf_dart.cache.stock_layers import attention_places, keeps_states, window_of
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.models.attention import TreeAttention
+from hf_dart.models.attention import TreeAttention, added_mask
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.positions import position_limit
 from hf_dart.models.running_states.mixers import mixers_of
@@ -206,10 +206,6 @@ class Verifier:
         Float masks are right under eager and SDPA; eager would add a bool one to its scores.
         Models with several kinds of layers take a dict, the others one tensor; None without attention.
         """
-        dtype = self.target.dtype
-        # Half of the least number: kernels that take exp2 multiply by log2(e), and -inf of a row that has no key in
-        # one block of keys would become NaN. It is as good as hidden: exp() of it is 0 next to any score.
-        hidden = torch.finfo(dtype).min / 2
         masks: dict[str, Any] = {}
         for kind in self.kinds:
             past = self.cache.past_positions(kind.layer).to(positions.device)
@@ -220,7 +216,7 @@ class Verifier:
                 seen_past = seen_past & (past[:, None] > horizon[..., None])
                 seen_tree = seen_tree & (positions[:, None] > horizon[..., None])
             seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
-            masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
+            masks[kind.name] = added_mask(seen, self.target.dtype)
         return masks | self._maskless if len(masks) > 1 else next(iter(masks.values()), None)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.modeling import DartModel
 from hf_dart.drafters.layers import rotation_at
-from hf_dart.models.attention import for_trees
+from hf_dart.models.attention import added_mask, for_trees
 from hf_dart.models.features import default_feature_layers, layer_count
 from hf_dart.models.tolerance import same
 
@@ -178,9 +178,9 @@ def _try(copy: Any, source: Any, config: DartConfig, target: PreTrainedModel) ->
         rotation = rotation_at(positions, config, weight.dtype)
         ours = copy(x, x, rotation, mask, None, None)
         rotary = target.get_decoder().rotary_emb(x, positions)
-        additive = torch.zeros_like(mask, dtype=weight.dtype).masked_fill(~mask, torch.finfo(weight.dtype).min)
+        added = added_mask(mask, weight.dtype)
         with for_trees(target):
-            theirs = source(x, attention_mask=additive, position_ids=positions, position_embeddings=rotary)
+            theirs = source(x, attention_mask=added, position_ids=positions, position_embeddings=rotary)
     except (TypeError, AttributeError, RuntimeError, KeyError) as error:
         raise _misfit(target, "it takes another input") from error
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
