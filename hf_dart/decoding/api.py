@@ -23,6 +23,7 @@ from hf_dart.decoding.walk import NoiseStream
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.models.devices import host_by_default, users_default
+from hf_dart.models.packed_weights import release
 from hf_dart.models.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
 
@@ -87,6 +88,7 @@ def detach(model: PreTrainedModel) -> Any:
         The model.
     """
     target = unwrapped(model)
+    release(target)
     own = vars(target).pop("generate", None)
     if isinstance(own, AttachedGenerate):
         own = own.own

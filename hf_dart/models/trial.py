@@ -36,6 +36,7 @@ from hf_dart.models.devices import (
     set_generator_state,
 )
 from hf_dart.models.identity import as_before, identity
+from hf_dart.models.packed_weights import pack
 from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
@@ -136,6 +137,7 @@ def check_verification(
         ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
     refuse_target(model)
+    pack(model)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _UNPADDED
     case = (*identity(model), pads)
     passed = _passed.setdefault(model, {})

@@ -20,6 +20,7 @@ from hf_dart.cache.stock_layers import attention_places, keeps_states, window_of
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention, added_mask
 from hf_dart.models.devices import device_of, users_default
+from hf_dart.models.packed_weights import packed_weights
 from hf_dart.models.positions import position_limit
 from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.running_states.tree_forward import tree_forwards
@@ -94,7 +95,7 @@ class Verifier:
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
-        self.attention = TreeAttention(target)
+        self.attention, self._weights = TreeAttention(target), packed_weights(target)
         # Eager attention adds its mask in any case.
         self._skips_masks = self.attention.own != "eager"
         stateful = isinstance(cache.cache, StatefulCache)
@@ -162,7 +163,7 @@ class Verifier:
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
-        with self.takes_trees() if masked else self._takes_states():
+        with self._weights, self.takes_trees() if masked else self._takes_states():
             return self.forward(tree, roots, masked)
 
     @contextmanager

@@ -1,0 +1,139 @@
+"""Linear layers with packed weights on a CPU, where a token tree then costs little more than one token.
+
+MKL's float32 product of 2 to 32 rows takes up to four times as long as that of one, although both read every weight
+once. oneDNN's does not if the weights lie in blocks, as its own order has them. That is a second copy of the weights,
+which trees alone are run with: stock's prefill and its single steps read the plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from hf_dart.models.support import parts_of
+
+logger = logging.get_logger(__name__)
+
+_LEAST = 128 * 2**20
+"""Bytes of weights that are worth it: fewer may stay in a processor's cache, where plain ones are as fast."""
+_ROWS = 16
+"""Rows that oneDNN lays the blocks out for."""
+
+_known: WeakKeyDictionary[PreTrainedModel, PackedWeights] = WeakKeyDictionary()
+
+
+class PackedWeights(TorchFunctionMode):
+    """Context in which this thread's products with some weights read packed copies of them.
+
+    A weight that was written to or moved since it was packed is read as it is.
+
+    Args:
+        weights: [out, in] float32 each, on the CPU.
+    """
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        super().__init__()
+        self.state = _state(weights)
+        self._packed: dict[int, tuple[Tensor, tuple[int, int], Tensor]] = {}
+
+    @property
+    def ready(self) -> bool:
+        """True once there are copies."""
+        return bool(self._packed)
+
+    def pack(self, weights: list[Tensor]) -> None:
+        """Make the copies."""
+        reorder = torch.ops.mkldnn._reorder_linear_weight
+        made = (reorder(weight.detach(), _ROWS) for weight in weights)
+        self._packed = {
+            id(weight): (weight, state, copy) for weight, state, copy in zip(weights, self.state, made, strict=True)
+        }
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take a product with a packed weight; all else is PyTorch's."""
+        if func is F.linear and len(args) > 1:
+            weight, state, copy = self._packed.get(id(args[1]), (None, None, None))
+            if weight is not None and state == (weight.data_ptr(), weight._version) and args[0].dtype == weight.dtype:
+                bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+                return torch.ops.mkldnn._linear_pointwise(args[0], copy, bias, "none", [], "")
+        return func(*args, **(kwargs or {}))
+
+
+def pack(target: PreTrainedModel) -> None:
+    """Pack a target's weights where that pays; those that have changed, once two calls have seen them as they are.
+
+    A target that is trained between its calls would have them packed for each one.
+    """
+    weights = _weights(target)
+    size = sum(weight.nbytes for weight in weights)
+    if size < _LEAST:
+        release(target)
+        return
+    known = _known.get(target)
+    if known is not None and known.state != _state(weights):
+        _known[target] = PackedWeights(weights)
+    elif known is None or not known.ready:
+        free = _free_memory()
+        if free is not None and size > free // 2:
+            logger.warning_once(
+                f"Drafts are verified with plain weights, which is slower: packed ones take {size / 2**30:.1f} GiB "
+                f"more, and {free / 2**30:.1f} GiB are free."
+            )
+            return
+        known = PackedWeights(weights)
+        known.pack(weights)
+        _known[target] = known
+
+
+def release(target: PreTrainedModel) -> None:
+    """Free the packed weights of a target."""
+    _known.pop(target, None)
+
+
+def packed_weights(target: PreTrainedModel) -> AbstractContextManager[Any]:
+    """Return the context in which a forward of this target reads packed weights, if there are any."""
+    known = _known.get(target)
+    return nullcontext() if known is None or torch.is_autocast_enabled("cpu") else known
+
+
+def _weights(target: PreTrainedModel) -> list[Tensor]:
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+        return []
+    linear = (part.weight for part in parts_of(target) if isinstance(part, nn.Linear))
+    found = {id(weight): weight for weight in linear if _can_be_packed(weight)}
+    return list(found.values())
+
+
+def _can_be_packed(weight: Tensor) -> bool:
+    return (
+        type(weight) is nn.Parameter
+        and weight.dtype == torch.float32
+        and weight.device.type == "cpu"
+        and not weight.is_inference()
+        and min(weight.shape) > _ROWS  # LoRA's are not worth it
+    )
+
+
+def _state(weights: list[Tensor]) -> list[tuple[int, int]]:
+    """Return where each weight lies, and how often it was written to."""
+    return [(weight.data_ptr(), weight._version) for weight in weights]
+
+
+def _free_memory() -> int | None:
+    """Return the bytes that may be taken without swapping, where Linux tells."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except OSError:
+        return None

@@ -1,0 +1,166 @@
+"""Packed weights: trees are verified with them, and never with a copy of what a weight was before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support import tiny
+from support.cases import MODES, batch
+from support.compare import assert_identical_up_to_near_ties, tally
+from support.tiny import tiny_head, tiny_target
+from torch import Tensor, nn
+
+from hf_dart import attach, detach
+from hf_dart.models import packed_weights as packing
+from hf_dart.models.packed_weights import PackedWeights, pack, packed_weights
+
+
+@pytest.fixture(autouse=True)
+def _small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_LEAST", 1)
+
+
+def compare(target: Any, head: Any, inputs: Any, **mode: Any) -> None:
+    into = tally("fp32, packed weights")
+    assert_identical_up_to_near_ties(target, head, inputs, into=into, label=str(mode), max_new_tokens=24, **mode)
+
+
+@pytest.fixture
+def target() -> Any:
+    return tiny_target("llama", dtype=torch.float32)
+
+
+def product(target: Any) -> tuple[Tensor, Tensor]:
+    """A product with the LM head: as trees read it, and as it is."""
+    hidden = torch.randn(3, 5, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        with packed_weights(target):
+            packed = target.lm_head(hidden)
+        return packed, target.lm_head(hidden)
+
+
+def spoil(target: Any) -> None:
+    """Every copy becomes one of other numbers, which shows where copies are read."""
+    made = packing._known[target]
+    reorder = torch.ops.mkldnn._reorder_linear_weight
+    made._packed = {
+        key: (weight, state, reorder(weight.detach() + 1, 16)) for key, (weight, state, _) in made._packed.items()
+    }
+
+
+def reads_copies(target: Any) -> bool:
+    spoil(target)
+    return not torch.allclose(*product(target))
+
+
+@pytest.mark.parametrize("mode", ["greedy", "T=1"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mixtral", "opt", "qwen3_5"])
+def test_drafted_text_is_stocks(family: str, mode: str) -> None:
+    """With tied weights, experts, biases and running states."""
+    target = tiny_target(family, dtype=torch.float32)
+    head = tiny_head(target)
+    inputs = batch(3, "sdpa")
+    compare(target, head, inputs, **MODES[mode])
+    assert packing._known[target].ready
+
+
+def test_trees_read_copies_and_stock_does_not(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong copies are found by the trial."""
+    monkeypatch.setattr(tiny, "passed_trials", lambda built_from: {})
+    head, options = tiny_head(target), {**batch(3, "sdpa"), **MODES["greedy"], "max_new_tokens": 24}
+    stock = target.generate(**options)
+    attach(target)
+    spoil(target)
+    assert torch.equal(target.generate(**options), stock)
+    with pytest.raises(ValueError, match="computes something else for trees of padded rows"):
+        target.generate(**options, assistant=head)
+
+
+CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "written to": lambda weight: weight.mul_(2),
+    "moved": lambda weight: setattr(weight, "data", weight.data * 2),
+    "loaded": lambda weight: weight.copy_(weight * 2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_weight_is_read_as_it_is(target: Any, change: str) -> None:
+    """And packed again once two calls have seen it as it is."""
+    pack(target)
+    CHANGES[change](target.lm_head.weight)
+    spoil(target)
+    assert torch.equal(*product(target))
+    pack(target)
+    assert not packing._known[target].ready
+    pack(target)
+    torch.testing.assert_close(*product(target))
+    assert reads_copies(target)
+
+
+def test_training_between_calls_packs_nothing(target: Any) -> None:
+    head, inputs = tiny_head(target), batch(1, "sdpa")
+    optimizer = torch.optim.SGD(target.parameters(), lr=1e-3)
+    for step in range(3):
+        compare(target, head, inputs, **MODES["greedy"])
+        assert packing._known[target].ready == (step == 0)
+        target(**inputs, labels=inputs["input_ids"]).loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_lora_lies_over_packed_weights(target: Any) -> None:
+    wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
+    compare(wrapped, tiny_head(target), batch(3, "sdpa"), **MODES["greedy"])
+    names = {id(weight): name for name, weight in target.named_parameters()}
+    assert not any("lora" in names[key] for key in packing._known[target]._packed)
+
+
+def test_another_thread_reads_plain_weights(target: Any) -> None:
+    pack(target)
+    spoil(target)
+    found: list[Tensor] = []
+    hidden = torch.ones(1, target.config.hidden_size)
+    with torch.no_grad(), packed_weights(target):
+        here = target.lm_head(hidden)
+        thread = Thread(target=lambda: found.append(target.lm_head(hidden).detach()))
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], target.lm_head(hidden).detach())
+    assert not torch.equal(found[0], here)
+
+
+def test_too_little_memory_is_said_once(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(packing.logger, "warning_once", said.append)
+    monkeypatch.setattr(packing, "_free_memory", lambda: 1000)
+    pack(target)
+    assert target not in packing._known
+    assert "plain weights" in said[0]
+    assert torch.equal(*product(target))
+
+
+def test_what_frees_them(target: Any) -> None:
+    attach(target)
+    assert isinstance(packing._known[target], PackedWeights)
+    detach(target)
+    assert target not in packing._known
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_other_dtypes_stay(dtype: torch.dtype) -> None:
+    target = tiny_target("llama", dtype=dtype)
+    pack(target)
+    assert target not in packing._known
+
+
+def test_autocast_multiplies_what_it_casts(target: Any) -> None:
+    pack(target)
+    spoil(target)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(*product(target))
