@@ -257,10 +257,10 @@ class Pace:
         rows, tokens = record.drafted
         _LOGGER.warning(
             f"The drafts of this {type(drafter).__name__} brought {tokens / rows:.2f} tokens per round, which is less "
-            "than they cost here, so drafting paused; the output is the same. Likely causes: a prompt without the chat "
-            "template that the drafter was trained with; text of another language or kind; thinking switched on or off "
-            "against its training; a drafter for another target; or costs of another machine (`hf-dart profile` "
-            "measures them)."
+            "than they cost here, so drafting paused; the output is the same. Likely causes: a drafter that was "
+            "trained too little, or for another target; a prompt without the chat template that it was trained with; "
+            "text of another language or kind; thinking switched on or off against its training; or costs of another "
+            "machine (`hf-dart profile` measures them)."
         )
 
     def _cost_of_drafting(self) -> float:

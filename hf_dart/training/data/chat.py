@@ -78,7 +78,7 @@ class ChatFormat:
 
     def __post_init__(self) -> None:
         if not (self.template or self.tokenizer.chat_template):
-            raise ValueError("The tokenizer has no chat template; give one with chat_template.")
+            raise ValueError("The tokenizer has no chat template; give one with chat_template (--chat-template).")
 
     @property
     def template_text(self) -> str:
