@@ -49,8 +49,7 @@ from hf_dart.trees.tree import DraftTree
 _PROMPT = 12
 # A tree with siblings on every level and a path of depth 3: node 0 is the root.
 TRIAL_TREE = [-1, 0, 0, 1, 1, 2, 3, 5]
-_PATHS = [[0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4]]
-_KEPT = [0, 2]  # the paths that the first row and the second commit
+_KEPT = [[0, 1, 3, 6], [0, 1, 4]]  # the paths that the first row and the second commit
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
 # after, every node is past it.
 _AROUND = (-3, 5)
@@ -236,18 +235,27 @@ class _Trial:
             tokens: [B, 9], of which 8 are nodes, one comes after.
         """
         nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
-        wanted = []
-        for path in _PATHS:
-            with _explained(self._model, self._text):
-                steps = self._steps(length)
-                wanted.append(steps(torch.cat([nodes[:, path], after], dim=1)))
         kept = _KEPT[: len(tokens)]
+        wanted: dict[int, Tensor] = {}
+        ends: dict[int, Tensor] = {}
+
+        def run(node: int, steps: StockSteps) -> None:
+            """Run a node, and those below it, each child but the last from a copy of the cache."""
+            wanted[node] = steps(nodes[:, node : node + 1])
+            children = [child for child, parent in enumerate(TRIAL_TREE) if parent == node]
+            for child in children:
+                run(child, steps if child == children[-1] else steps.fork())
+            if any(path[-1] == node for path in kept):
+                ends[node] = steps(after)
+
+        with _explained(self._model, self._text):
+            steps = self._steps(length)
+            run(0, steps)
         with _explained(self._model, self._tree):
-            logits, following = self._trees(length, nodes, after, [_PATHS[path] for path in kept], steps.shift)
-        pairs = [(logits[:, path], text[:, :-1]) for path, text in zip(_PATHS, wanted, strict=True)]
-        pairs += [(following[row], wanted[path][row, -1:]) for row, path in enumerate(kept)]
-        found, texts = (torch.cat([one.flatten(0, -2) for one in some]) for some in zip(*pairs, strict=True))
-        return difference(found, texts)
+            logits, following = self._trees(length, nodes, after, kept, steps.shift)
+        texts = [wanted[node] for node in range(len(TRIAL_TREE))]
+        last = torch.stack([ends[path[-1]][row] for row, path in enumerate(kept)])
+        return difference(torch.cat([logits, following], dim=1), torch.cat([*texts, last], dim=1))
 
     def _trees(
         self, length: int, nodes: Tensor, after: Tensor, kept: list[list[int]], shift: Tensor | None
