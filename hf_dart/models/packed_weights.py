@@ -62,7 +62,7 @@ class PackedWeights(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Take a product with a packed weight; all else is PyTorch's."""
-        if func is F.linear and len(args) > 1:
+        if func is F.linear and len(args) > 1 and not torch.compiler.is_compiling():
             weight, state, copy = self._packed.get(id(args[1]), (None, None, None))
             if weight is not None and state == (weight.data_ptr(), weight._version) and args[0].dtype == weight.dtype:
                 bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")

@@ -164,3 +164,13 @@ def test_autocast_multiplies_what_it_casts(target: Any) -> None:
     spoil(target)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(*product(target))
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own, as it generates code
+def test_a_compiled_forward_reads_plain_weights(target: Any) -> None:
+    """By Inductor, which has no packed product of weights that are given to it."""
+    head = tiny_head(target)
+    attach(target)
+    target.forward = torch.compile(target.forward)
+    compare(target, head, batch(1, "sdpa"), **MODES["greedy"])
