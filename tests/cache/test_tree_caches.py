@@ -12,7 +12,7 @@ from support.caches import CLOSE, assert_same_cache, prefill
 from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
-from support.turns import behind
+from support.turns import next_turn_of
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer
@@ -171,7 +171,7 @@ def test_the_returned_cache_is_stocks(
     assert_same_cache(ours.output[CACHE], stock.output[CACHE], pads, stock.output.sequences)
     told = {"do_sample": False, "max_new_tokens": 8}
     turns = [
-        run(target, behind(inputs, done.sequences), 1, **{CACHE: done.output[CACHE]}, **told).sequences
+        run(target, next_turn_of(inputs, done.sequences), 1, **{CACHE: done.output[CACHE]}, **told).sequences
         for done in (stock, ours)
     ]
     assert torch.equal(*turns)

@@ -20,8 +20,8 @@ from support.turns import (
     RAGGED,
     assert_drafts_as_if_it_had_read_all,
     assert_turns_are_stocks,
-    behind,
     first_draft,
+    next_turn_of,
 )
 from support.users import TOKENIZER
 from torch import Tensor
@@ -47,7 +47,7 @@ def conversation(target: Any, *drafters: DartHead | None) -> Tensor:
     for seed, drafter in enumerate(drafters):
         drafting = {} if drafter is None else {"assistant": drafter}
         text = run(target, inputs, seed, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences
-        inputs = behind(inputs, text)
+        inputs = next_turn_of(inputs, text)
     return text
 
 
@@ -135,7 +135,7 @@ def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest
     for first in (head, None):
         cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
         options = MODES["greedy"] if first is None else {**MODES["greedy"], "assistant": first}
-        inputs = behind(inputs, run(target, inputs, 0, **{CACHE: cache}, **options).sequences)
+        inputs = next_turn_of(inputs, run(target, inputs, 0, **{CACHE: cache}, **options).sequences)
         with monkeypatch.context() as patched:
             patched.setattr(type(target), "forward", counted)
             check_verification(target, rows=len(RAGGED), padded=True)
@@ -159,12 +159,12 @@ def test_only_the_new_tokens_are_passed(pair: tuple[Any, DartHead], lengths: lis
     texts = []
     for drafting in ({}, {"assistant": head}):
         cache, inputs = DynamicCache(config=target.config), prompts(lengths)
-        whole = behind(inputs, run(target, inputs, 0, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences)
+        whole = next_turn_of(inputs, run(target, inputs, 0, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences)
         for seed in (1, 2):
             tail = {**whole, "input_ids": whole["input_ids"][:, cache.get_seq_length() :]}
             new = run(target, tail, seed, **{CACHE: cache}, **MODES["sampled"], **drafting).sequences
             text = torch.cat([whole["input_ids"], new[:, tail["input_ids"].shape[1] :]], dim=1)
-            whole = behind(whole, text)
+            whole = next_turn_of(whole, text)
         texts.append(text)
     assert torch.equal(*texts)
     assert taken_up == [False, True, True]
@@ -194,7 +194,7 @@ def test_every_position_is_handed_over_once(family: str) -> None:
     assert torch.equal(*texts)
     slow, ahead = (1 + sum(counts) for counts in zip(*drafter.last_stats.committed, strict=True))
     assert slow == texts[0].shape[1] - 7 < ahead
-    run(target, behind(inputs, texts[0]), 0, **{CACHE: cache}, assistant=drafter, **MODES["greedy"])
+    run(target, next_turn_of(inputs, texts[0]), 0, **{CACHE: cache}, assistant=drafter, **MODES["greedy"])
     assert drafter.taken == [7 + slow - 1, 7 + ahead - 1]
 
 
@@ -268,7 +268,7 @@ def test_a_draft_under_another_mask_is_not_used(taken_up: list[bool]) -> None:
     for drafting in ({}, {"assistant": head}):
         cache, inputs = DynamicCache(config=target.config), prompts(lengths)
         text = run(target, inputs, 0, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences
-        inputs = behind({"attention_mask": torch.ones(2, 9, dtype=torch.long)}, text)
+        inputs = next_turn_of({"attention_mask": torch.ones(2, 9, dtype=torch.long)}, text)
         texts.append(run(target, inputs, 1, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences)
     assert torch.equal(*texts)
     assert taken_up == [False, False]
@@ -289,7 +289,7 @@ def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -
         text = text[:, : cache.get_seq_length() + 1].clone()
         if not same:
             text[:, -1] = (text[:, -1] + 1) % VOCABULARY
-        return cache, behind(inputs, text)
+        return cache, next_turn_of(inputs, text)
 
     cache, again = cropped()
     stock = run(target, again, 1, **{CACHE: cache}, **MODES["sampled"])
@@ -299,8 +299,8 @@ def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -
     assert taken_up == [False, same]
     cache, again = cropped(assistant=head)
     draft = first_draft(target, head, again, cache)
-    anew = first_draft(target, head, again, DynamicCache(config=target.config))
-    assert torch.allclose(draft, anew, rtol=1e-9, atol=1e-9) == same
+    fresh = first_draft(target, head, again, DynamicCache(config=target.config))
+    assert torch.allclose(draft, fresh, rtol=1e-9, atol=1e-9) == same
 
 
 def test_another_head_starts_anew(pair: tuple[Any, DartHead], taken_up: list[bool]) -> None:
@@ -321,7 +321,7 @@ def test_a_state_that_cannot_be_written_any_more(change: str, taken_up: list[boo
         text = run(target, inputs, 0, **{CACHE: cache}, assistant=head, **MODES["greedy"]).sequences.clone()
     if change == "dtype":
         head.float()
-    inputs = behind(inputs, text.clone())
+    inputs = next_turn_of(inputs, text.clone())
     ours = run(target, inputs, 1, **{CACHE: cache}, assistant=head, **MODES["greedy"]).sequences
     assert torch.equal(ours, run(target, inputs, 1, **MODES["greedy"]).sequences)
     assert taken_up == [False, False]

@@ -103,11 +103,11 @@ def test_pass_equals_one_in_the_open(target: Any, shape: dict[str, Any], counts:
             )
             torch.testing.assert_close(again.logits[row, 1:], plain, **CLOSE)
             assert not torch.allclose(again.logits[row, 1:], first.logits[row, 1:], atol=0.1)
-    more, behind = texts(head, [2] * len(counts), seed=5)
-    later = head.propose(state, more, behind, torch.full((len(counts),), 2))
+    more, following = texts(head, [2] * len(counts), seed=5)
+    later = head.propose(state, more, following, torch.full((len(counts),), 2))
     other = head.begin(len(counts), 4)
     head.extend(other, features, tokens, torch.tensor(counts))
-    untouched = head.propose(other, more, behind, torch.full((len(counts),), 2))
+    untouched = head.propose(other, more, following, torch.full((len(counts),), 2))
     torch.testing.assert_close(later.logits, untouched.logits, **CLOSE)
 
 

@@ -209,7 +209,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "no mask token": (ZLAB, {"dflash_config__mask_token_id": None}, "mask_token_id"),
     "no taps": (ZLAB, {"dflash_config__target_layer_ids": None}, "target_layer_ids"),
     "a tap twice": (ZLAB, {"dflash_config__target_layer_ids": [1, 1]}, "target_layer_ids"),
-    "a tap behind the target": (ZLAB, {"dflash_config__target_layer_ids": [0, 2]}, "target_layer_ids"),
+    "a tap after the last layer": (ZLAB, {"dflash_config__target_layer_ids": [0, 2]}, "target_layer_ids"),
     "two block sizes": (ZLAB, {"dflash_config__block_size": 8}, "contradicts"),
     "two mask tokens": (ZLAB, {"mask_token_id": 3}, "contradicts"),
     "causal and not": (ZLAB, {"is_causal": False, "dflash_config__causal": True}, "contradicts"),

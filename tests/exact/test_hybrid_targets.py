@@ -16,7 +16,7 @@ from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_ru
 from support.guests import dflash_drafter
 from support.interruptions import TOKENS, assert_goes_on, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
-from support.turns import KINDS, RAGGED, assert_turns_are_stocks, behind
+from support.turns import KINDS, RAGGED, assert_turns_are_stocks, next_turn_of
 from support.users import TOKENIZER, Listener, Stopped
 from transformers import DynamicCache
 
@@ -83,7 +83,7 @@ def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert went_back
     assert_same_cache(caches[1], caches[0], [max(RAGGED) - length for length in RAGGED], stock.sequences)
     for drafter in (known, head):
-        after = behind(inputs, stock.sequences)
+        after = next_turn_of(inputs, stock.sequences)
         turns = [
             run(target, after, 1, **{CACHE: copy.deepcopy(cache)}, max_new_tokens=8, do_sample=False, **drafting)
             for cache, drafting in zip(caches, ({}, {"assistant": drafter}), strict=True)
@@ -217,7 +217,7 @@ def test_a_failure_in_the_prefill_leaves_all_as_it_was(monkeypatch: pytest.Monke
     target = attach(tiny_target("falcon_h1"))
     head, inputs, cache = tiny_head(target), prompts(RAGGED), DynamicCache(config=target.config)
     first = run(target, inputs, 0, **{CACHE: cache}, assistant=head, max_new_tokens=5, do_sample=False)
-    before, next_turn = copy.deepcopy(cache), behind(inputs, first.sequences)
+    before, next_turn = copy.deepcopy(cache), next_turn_of(inputs, first.sequences)
 
     def fails(*_: Any) -> Any:
         raise KeyboardInterrupt

@@ -47,12 +47,12 @@ def histories(width: int, batch: int, rounds: int) -> Iterator[tuple[Verified, l
     for number in range(rounds):
         counts = [choose.choice([0, 1, 2, 9] if batch > 1 and number else [1, 2, 9]) for _ in range(batch)]
         new = torch.randn(batch, max(1, *counts), width, generator=generator, dtype=torch.float64)
-        behind = torch.randint(VOCABULARY, new.shape[:2], generator=generator)
+        following = torch.randint(VOCABULARY, new.shape[:2], generator=generator)
         for row, count in enumerate(counts):
             features[row] = torch.cat([features[row], new[row, :count]])
-            tokens[row] = torch.cat([tokens[row], behind[row, :count]])
+            tokens[row] = torch.cat([tokens[row], following[row, :count]])
             new[row, count:] = 1e6  # what stands after a row's count must not be looked at
-        yield Verified(new, behind, torch.tensor(counts)), features, tokens
+        yield Verified(new, following, torch.tensor(counts)), features, tokens
 
 
 def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def behind(inputs: dict[str, Tensor], sequences: Tensor) -> dict[str, Tensor]:
+def next_turn_of(inputs: dict[str, Tensor], sequences: Tensor) -> dict[str, Tensor]:
     """The next turn's inputs: the text so far and four more tokens."""
     ids = torch.cat([sequences, prompts([4] * len(sequences), seed=9)["input_ids"]], dim=1)
     mask = inputs["attention_mask"]
@@ -50,7 +50,7 @@ def two_turns(
     for seed, drafter in enumerate(drafting):
         options = {**mode, "assistant": drafter} if drafter is not None or "tree_config" in mode else mode
         done.append(run(target, inputs, seed, **{cache_name(target): cache}, **options))
-        inputs = behind(inputs, done[-1].sequences)
+        inputs = next_turn_of(inputs, done[-1].sequences)
     return cache, done[0], done[1]
 
 
@@ -99,8 +99,8 @@ def assert_drafts_as_if_it_had_read_all(
     cache, inputs = KINDS[kind](target), prompts(lengths)
     for seed in range(2):
         text = run(target, inputs, seed, **{CACHE: cache}, assistant=head, **MODES[mode]).sequences
-        inputs = behind(inputs, text)
+        inputs = next_turn_of(inputs, text)
     goes_on = first_draft(target, head, inputs, cache)
     assert taken_up == [False, True, True]
-    anew = first_draft(target, head, inputs, KINDS[kind](target))
-    torch.testing.assert_close(goes_on, anew, rtol=1e-9, atol=1e-9)
+    fresh = first_draft(target, head, inputs, KINDS[kind](target))
+    torch.testing.assert_close(goes_on, fresh, rtol=1e-9, atol=1e-9)
