@@ -395,4 +395,5 @@ def close_call(session: Session) -> Tensor | DartGenerateOutput:
     drafter.last_stats = session.stats  # set before readers of the streamer see its end
     session.streaming.end()
     session.pace.finish(drafter)
+    session.tell_end(finished=True)
     return output

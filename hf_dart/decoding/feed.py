@@ -12,7 +12,7 @@ from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import DrafterState
-from hf_dart.drafters.base import AT_ONCE, entries_of
+from hf_dart.drafters.base import AT_ONCE, Verified, entries_of
 from hf_dart.models.devices import users_default
 from hf_dart.models.positions import refuse_shifted
 from hf_dart.models.stock_steps import cache_after, extra_inputs, next_inputs, position_shift
@@ -46,6 +46,7 @@ class PromptReader:
 
     Attributes:
         last: [B, 1, F] features of the last position that was read.
+        tail: the last positions that were handed on; None if there were none.
         width: how many positions the last chunk had.
         shift: `position_shift` of stock's first step after the prompt: [..., B] how far positions that the target is
             told lie above a row's own; None if nowhere.
@@ -62,6 +63,7 @@ class PromptReader:
         self._pads = torch.tensor([max(pad - request.cached, 0) for pad in request.pads])
         self._next = 0  # slot of the first position that was not handed on
         self.last: Any = None
+        self.tail: Verified | None = None
         self.width = 0
         self.shift: Tensor | None = None
         self.extra_inputs: dict[str, Any] = {}
@@ -114,8 +116,8 @@ class PromptReader:
         for first in range(0, entries.shape[1], AT_ONCE):
             piece = entries[:, first : first + AT_ONCE]
             taken = (counts - first).clamp(0, piece.shape[1])
-            read = entries_of(features, piece), entries_of(next_tokens, piece), taken
-            self._request.drafter.extend(self._state, *read)
+            self.tail = Verified(entries_of(features, piece), entries_of(next_tokens, piece), taken)
+            self._request.drafter.extend(self._state, *self.tail)
         self._next += ready
 
     def prefill(self) -> Any:

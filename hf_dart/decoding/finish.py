@@ -80,6 +80,7 @@ def break_off(s: Session) -> None:
         committed = int((s.cache.lengths - s.cache.prompt_lengths).min())
         with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
             s.cache.write_back(committed)
+    s.tell_end(finished=False)
 
 
 def leave_generator(s: Session, position: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
 from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
-from hf_dart.drafters.base import Proposal, Score, Verified
+from hf_dart.drafters.base import Proposal, Score, Verified, entries_of
 from hf_dart.models.features import states_at
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
@@ -48,6 +48,21 @@ class Budget:
     weights: list[float]
     copies: list[Copy]
     mode: str
+
+
+class Observer(Protocol):
+    """What is told of one call as it goes, by `Drafter.observers`. Whatever it raises ends the call."""
+
+    def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
+        """Take note of verified positions, in their order; of a long prompt these are the last ones.
+
+        Args:
+            seen: the positions.
+            logits: returns those of the target there [B, A, V]; None for positions of the prompt.
+        """
+
+    def ended(self, finished: bool) -> None:
+        """Take note of the end of the call; `finished` is False where an error ends it."""
 
 
 class HiddenStates:
@@ -88,6 +103,7 @@ class Session:
         hidden_states: where the call returns them.
         seen: the positions that the last round verified, each with the token after it.
         pending: verified positions that the drafter has not read, rounds having had no draft.
+        observers: are told of what the call commits.
     """
 
     request: Request
@@ -108,6 +124,7 @@ class Session:
     hidden_states: HiddenStates | None
     seen: Verified
     pending: list[Verified] = field(default_factory=list)
+    observers: list[Observer] = field(default_factory=list)
 
     def noise_ahead(self, start: int, depth: int) -> Tensor | None:
         """Gumbel noise [B, depth, V] of tokens from `start` places after the text on; None if trees may not see it."""
@@ -141,8 +158,18 @@ class Session:
     def first_token(self, logits: Tensor) -> None:
         """Take the token after the prompt from the target's logits [B, 1, V] of its last position."""
         root = DraftTree.chain(self.seen.next_tokens)  # a root alone, which is not read
-        accepted = self.walk(root, logits, self.limits())
-        self.seen = self.rows.take(self.seen.features, accepted.path, accepted.counts)
+        self.take(self.seen.features, logits, self.walk(root, logits, self.limits()))
+
+    def take(self, features: Tensor, logits: Tensor, accepted: Accepted) -> None:
+        """Take the positions that were `accepted` of a tree with features [B, N, F] and logits [B, N, V]."""
+        self.seen = self.rows.take(features, accepted.path, accepted.counts)
+        for observer in self.observers:
+            observer.verified(self.seen, partial(entries_of, logits, accepted.path))
+
+    def tell_end(self, finished: bool) -> None:
+        """Tell the observers that the call has ended."""
+        for observer in self.observers:
+            observer.ended(finished)
 
     def propose(self, mode: str) -> Proposal | None:
         """Hand the drafter what was verified, and return its draft.
@@ -253,6 +280,10 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             # The prompt's last position waits for the token after it.
             seen=Verified(ran.reader.last, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
         )
+        session.observers = [observe(session) for observe in drafter.observers]
+        if ran.reader.tail is not None:
+            for observer in session.observers:
+                observer.verified(ran.reader.tail, None)
     return session, logits
 
 

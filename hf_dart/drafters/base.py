@@ -123,6 +123,9 @@ class Drafter(_Plain, ABC, Generic[State]):
     """The `Engine` that `hf_dart.compile` made for it; None runs the eager round."""
     fixed_shapes: bool = False
     """True if it drafts in one pass over a `SlotCache` that reads nothing from the host, so that it can be captured."""
+    observers: tuple[Callable[[Any], Any], ...] = ()
+    """Functions that are called with the `Session` of each call that it drafts; each returns a
+    `decoding.session.Observer`, which is told of what the call commits."""
     warned: bool = False
     """True once the user was warned that its drafts cost more than they bring."""
     _ngram: NgramTable | None = None

@@ -98,6 +98,65 @@ def test_drafters_that_draw(target: Any, more: dict[str, Any]) -> None:
     assert drafter.last_stats.tau > 1.3
 
 
+class Listens:
+    """An observer that keeps what it is told of a call."""
+
+    def __init__(self, session: Any) -> None:
+        self.rows: list[list[tuple[Tensor, int, Tensor | None]]] = [[] for _ in session.rows.tokens]
+        self.ends: list[bool] = []
+
+    def verified(self, seen: Verified, logits: Any) -> None:
+        there = None if logits is None else logits()
+        for row, count in enumerate(seen.counts.tolist()):
+            for at in range(count):
+                one = seen.features[row, at], int(seen.next_tokens[row, at]), None if there is None else there[row, at]
+                self.rows[row].append(one)
+
+    def ended(self, finished: bool) -> None:
+        self.ends.append(finished)
+
+
+def test_observers_are_told_every_position(target: Any) -> None:
+    """Of the prompts and of ragged rounds: features, the token after them, and the logits it was chosen from."""
+    lengths = [7, 4]
+    inputs = prompts(lengths)
+    text = run(target, inputs, 0, **SAMPLED).sequences
+    attach(target)
+    drafter = ReplayDrafter(text, [0, 3], VOCABULARY, misses=[0.3, 0.1], hidden_layers=(1, 2))
+    calls: list[Listens] = []
+    drafter.observers = (lambda session: calls.append(Listens(session)) or calls[-1],)
+    assert_identical(target, drafter, inputs, **SAMPLED)
+    assert drafter.last_stats.tau > 1.3
+    (call,) = calls
+    assert call.ends == [True]
+    for row, (told, length) in enumerate(zip(call.rows, lengths, strict=True)):
+        ids = text[row : row + 1, 7 - length :]
+        plain = target(ids, output_hidden_states=True)
+        features = torch.cat([plain.hidden_states[1], plain.hidden_states[2]], dim=-1)[0]
+        assert [token for _, token, _ in told] == ids[0, 1:].tolist()
+        assert all(logits is None for _, _, logits in told[: length - 1])
+        for place, (found, _, logits) in enumerate(told):
+            torch.testing.assert_close(found, features[place])
+            if place >= length - 1:
+                torch.testing.assert_close(logits, plain.logits[0, place])
+
+
+def test_observers_are_told_of_calls_that_fail(target: Any) -> None:
+    attach(target)
+    text = run(target, INPUTS, 0, **SAMPLED).sequences
+    drafter = ReplayDrafter(text, [0], VOCABULARY, misses=[0.0])
+    calls: list[Listens] = []
+    drafter.observers = (lambda session: calls.append(Listens(session)) or calls[-1],)
+
+    def fails() -> None:
+        if len(calls) and len(calls[-1].rows[0]) > 9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**INPUTS, **SAMPLED, assistant=drafter, streamer=Draws(fails))
+    assert calls[-1].ends == [False]
+
+
 # ---- in threads ------------------------------------------------------------------------------------------
 
 
