@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.training.lora import LoraArguments
-from hf_dart.training.objective.blocks import Blocks, build_blocks
+from hf_dart.training.objective.drafting import head_states
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.drafts import Drafts
@@ -52,28 +52,8 @@ class DartTrainer(DrafterTrainer[DartHead]):
         return blocks
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
-        blocks = self.blocks(inputs)
-        states = model(
-            features=features[:, :-1],
-            next_embeddings=self.drafter.embed(read_tokens(inputs)[:, 1:]),
-            positions=blocks.positions,
-            attention_mask=blocks.mask if self.drafter.config.num_layers > 1 else None,
-            wanted=blocks.entries,
-            wanted_mask=blocks.entries_mask,
-        )
-        return states.unflatten(1, (-1, self.drafter.draft_length))
-
-    def blocks(self, inputs: dict[str, Any]) -> Blocks:
-        """Positions and masks of a batch's blocks, as the head's config asks for them."""
-        config = self.drafter.config
-        return build_blocks(
-            inputs["documents"],
-            inputs["anchors"],
-            config.draft_length,
-            config.block_attention == "bidirectional",
-            injected=config.inject_features,
-            shifted=config.shift_logits,
-        )
+        embeddings = self.drafter.embed(read_tokens(inputs)[:, 1:])
+        return head_states(self.drafter, model, inputs, features, embeddings)
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
         """Return the sum of the objective over the blocks, or that of the selector alone."""

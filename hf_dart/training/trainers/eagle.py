@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_dart.drafters.eagle.drafter import EagleDrafter
-from hf_dart.training.objective.blocks import build_blocks, target_positions
+from hf_dart.training.objective.drafting import eagle_states
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
 from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
@@ -44,17 +44,5 @@ class EagleTrainer(DrafterTrainer[EagleDrafter]):
     takes_images = True
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
-        anchors = inputs["anchors"]
-        blocks = build_blocks(inputs["documents"], anchors, self.drafter.draft_length)
         embeddings = self.drafter.embed(read_tokens(inputs)[:, 1:])
-        # Pass j after anchor n reads the token n + 1 + j, j = 1..d - 1, which is the embedding at n + j.
-        places = target_positions(anchors.clamp(min=0), self.drafter.draft_length)[..., :-1]
-        flat = places.flatten(1)[..., None].expand(-1, -1, embeddings.shape[-1])
-        return model(
-            features=features[:, :-1],
-            next_embeddings=embeddings,
-            drafted_embeddings=embeddings.gather(1, flat).unflatten(1, places.shape[1:]),
-            anchors=anchors,
-            positions=blocks.positions,
-            attention_mask=blocks.mask,
-        )
+        return eagle_states(self.drafter, model, inputs, features, embeddings)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.dart.modeling import Edits
 from hf_dart.drafters.vocabulary import restricted
+from hf_dart.training.objective.drafting import head_blocks
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
@@ -100,7 +101,7 @@ class EditTrainer(DartTrainer):
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         """Return the states [B, K, d, H] of the first drafts; add `edited`, those of the edit pass, and `blocks`."""
-        blocks = inputs["blocks"] = self.blocks(inputs)
+        blocks = inputs["blocks"] = head_blocks(self.drafter, inputs)
         first, edited = model(
             features=features[:, :-1],
             next_embeddings=self.drafter.embed(read_tokens(inputs)[:, 1:]),
