@@ -108,7 +108,9 @@ def packed_weights(target: PreTrainedModel) -> AbstractContextManager[Any]:
 
 
 def _weights(target: PreTrainedModel) -> list[Tensor]:
-    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+    """Return the weights that can be packed, for which modules are looked through where there may be any."""
+    possible = target.dtype == torch.float32 and target.device.type == "cpu"
+    if not possible or not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return []
     linear = (part.weight for part in parts_of(target) if isinstance(part, nn.Linear))
     found = {id(weight): weight for weight in linear if _can_be_packed(weight)}

@@ -158,12 +158,6 @@ class StockSteps:
         self._outputs[self._cache] = self._kwargs[self._cache]
         return self
 
-    def fork(self) -> StockSteps:
-        """Return a loop that goes on from here by itself, in a copy of the cache."""
-        other = copy.copy(self)
-        other._kwargs = {**self._kwargs, self._cache: copy.deepcopy(self._outputs[self._cache])}
-        return other.resumed(self._outputs)
-
     def __call__(self, tokens: Tensor) -> Tensor:
         """Logits [B, n, V] of the next tokens [B, n], one by one."""
         logits = []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -39,8 +41,10 @@ def allowance(dtype: torch.dtype, noise: float = 0.0) -> float:
 
 def difference(one: Tensor, other: Tensor) -> float:
     """Return the largest difference of two results of one shape, as a share of the largest number in `other`."""
-    one, other = one.cpu().double(), other.cpu().double()  # Apple GPUs have no float64
-    return float((one - other).abs().max() / other.abs().max().clamp(min=torch.finfo(other.dtype).tiny))
+    # Apple GPUs have no float64; numbers of fewer bits are told apart in float32.
+    one, other = (part.cpu() if part.dtype == torch.float64 else part.cpu().float() for part in (one, other))
+    apart, largest = (torch.linalg.vector_norm(part, inf) for part in (one - other, other))
+    return float(apart / largest.clamp(min=torch.finfo(other.dtype).tiny))
 
 
 def same(one: Tensor, other: Tensor) -> bool:

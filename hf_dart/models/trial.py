@@ -13,10 +13,12 @@ kind.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,10 +51,13 @@ from hf_dart.trees.tree import DraftTree
 _PROMPT = 12
 # A tree with siblings on every level and a path of depth 3: node 0 is the root.
 TRIAL_TREE = [-1, 0, 0, 1, 1, 2, 3, 5]
-_KEPT = [[0, 1, 3, 6], [0, 1, 4]]  # the paths that the first row and the second commit
+# Two paths, of one of which slots and depths are far apart. The first row commits one, the second the other.
+_PATHS = [[0, 2, 5, 7], [0, 1, 4]]
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
 # after, every node is past it.
 _AROUND = (-3, 5)
+_EQUAL = 8  # rows whose logits tell how a batch rounds
+_LONG = 3.0  # seconds that a trial may take in silence
 # Larger windows are tried only by a call that needs as much memory itself.
 _AT_ATTACH = 8191
 # Entries at the edge of a window are scaled up by at most this factor.
@@ -72,6 +77,8 @@ _WORDS = {
 _Case = tuple[Any, ...]
 # Per model and identity, the number of slots up to which it passed in this process.
 _passed: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
+
+_LOGGER = logging.getLogger(__name__)
 
 
 class _RefusalError(ValueError):
@@ -144,14 +151,22 @@ def check_verification(
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
     if not highest(model, slots > passed.get(case, 0))[0]:  # a hook may be in one process alone; then all run the trial
         return
+    started = perf_counter()
     with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
         ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
         StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # the first forward of all may unpack weights
     with as_before(model):
         trial = _Trial(model, pads)
         longest = max(table, text or 0) - len(TRIAL_TREE)
-        lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
-        for length in sorted({_PROMPT} | {length for length in lengths if length > _PADDED[1]}):
+        marked = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
+        lengths = sorted({_PROMPT} | {length for length in marked if length > _PADDED[1]})
+        seconds = (perf_counter() - started) * len(lengths) * 2  # about twice as many forwards for each
+        if seconds > _LONG:
+            _LOGGER.info(
+                f"hf_dart: trying token trees on {type(model).__name__}, once per process and kind of batch, after "
+                f"texts of {', '.join(map(str, lengths))} tokens: about {seconds:.0f} s"
+            )
+        for length in lengths:
             trial.run(length)
     # A mark at the end of the position table is tried again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
@@ -183,7 +198,7 @@ class _Trial:
         rows, *self._refusal = _WORDS[pads]
         self._text, self._tree = f"plain text over a DynamicCache{rows}", f"a token tree{rows}"
         with _unmoved(model), _explained(model, self._text):
-            self._outputs = StockSteps(model, self._ids(_PROMPT), self._pads, _empty_cache(model)).prefill()
+            self._outputs = StockSteps(model, self._tokens[:, :_PROMPT], self._pads, _empty_cache(model)).prefill()
         short = self._outputs[cache_name(model)]
         holds_nothing = type(short) is DynamicCache and not states_of(short)
         if type(short) is not DynamicCache or (
@@ -229,59 +244,51 @@ class _Trial:
         )
 
     def _tree_against_steps(self, length: int, tokens: Tensor) -> float:
-        """Return the largest difference of a logit between trees and stock's steps over their paths.
+        """Return the largest difference of a logit between trees and stock's steps over two of their paths.
 
         Args:
             tokens: [B, 9], of which 8 are nodes, one comes after.
         """
-        nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
-        kept = _KEPT[: len(tokens)]
-        wanted: dict[int, Tensor] = {}
-        ends: dict[int, Tensor] = {}
-
-        def run(node: int, steps: StockSteps) -> None:
-            """Run a node, and those below it, each child but the last from a copy of the cache."""
-            wanted[node] = steps(nodes[:, node : node + 1])
-            children = [child for child, parent in enumerate(TRIAL_TREE) if parent == node]
-            for child in children:
-                run(child, steps if child == children[-1] else steps.fork())
-            if any(path[-1] == node for path in kept):
-                ends[node] = steps(after)
-
+        last, longest = len(TRIAL_TREE), len(_PATHS[0]) + 1
+        rows = self._each(len(_PATHS))
+        texts = torch.tensor([path + [last] * (longest - len(path)) for path in _PATHS]).repeat(len(tokens), 1)
         with _explained(self._model, self._text):
-            steps = self._steps(length)
-            run(0, steps)
+            steps = self._steps(length, rows)
+            wanted = steps(tokens[torch.tensor(rows)[:, None], texts])
+        shift = None if steps.shift is None else steps.shift[..., :: len(_PATHS)]
         with _explained(self._model, self._tree):
-            logits, following = self._trees(length, nodes, after, kept, steps.shift)
-        texts = [wanted[node] for node in range(len(TRIAL_TREE))]
-        last = torch.stack([ends[path[-1]][row] for row, path in enumerate(kept)])
-        return difference(torch.cat([logits, following], dim=1), torch.cat([*texts, last], dim=1))
+            found = self._trees(length, tokens, shift)
+        nodes = [path + [last] * (path == _PATHS[row]) for row in range(len(tokens)) for path in _PATHS]
+        ours = torch.cat([found[row, those] for row, those in zip(rows, nodes, strict=True)])
+        return difference(ours, torch.cat([one[: len(those)] for one, those in zip(wanted, nodes, strict=True)]))
 
-    def _trees(
-        self, length: int, nodes: Tensor, after: Tensor, kept: list[list[int]], shift: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of trees [B, 8, V], and of a token [B, 1, V] after the paths that were kept of them."""
-        prefix, room = self._prefix(length), length + 2 * len(TRIAL_TREE)
+    def _trees(self, length: int, tokens: Tensor, shift: Tensor | None) -> Tensor:
+        """Logits [B, 9, V] of trees, and of a token after the paths that they commit."""
+        nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
+        prefix, room = self._prefix(length, self._each(1)), length + 2 * len(TRIAL_TREE)
         windows = layer_windows(self._model, prefix)
         trees = TargetCache(prefix, self._pads, room, keep=False, windows=windows)
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
         parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
         logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
-        width = max(map(len, kept))
-        trees.commit(torch.tensor([path + [0] * (width - len(path)) for path in kept]), [len(path) for path in kept])
-        return logits, verify(DraftTree.chain(after))[0]
+        committed = _PATHS[: len(nodes)]
+        filled_up = [path + [0] * (len(_PATHS[0]) - len(path)) for path in committed]
+        trees.commit(torch.tensor(filled_up), [len(path) for path in committed])
+        return torch.cat([logits, verify(DraftTree.chain(after))[0]], dim=1)
 
     # ---- stock's steps ------------------------------------------------------------------------------------
 
-    def _ids(self, length: int) -> Tensor:
-        """[B, length] tokens, whichever, in front of those that are looked at."""
-        return self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[:, :length]
+    def _each(self, times: int) -> list[int]:
+        """Numbers of the rows, each so many times in a row."""
+        return [row for row in range(len(self._pads)) for _ in range(times)]
 
-    def _steps(self, length: int) -> StockSteps:
-        """Stock's loop after a prefix."""
-        return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).resumed(self._outputs)
+    def _steps(self, length: int, rows: list[int]) -> StockSteps:
+        """Stock's loop after a prefix, in a batch of these of the rows."""
+        ids = self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[rows, :length]  # whichever, in front
+        pads = [self._pads[row] for row in rows]
+        return StockSteps(self._model, ids, pads, self._prefix(length, rows)).resumed(self._outputs)
 
-    def _prefix(self, length: int) -> Any:
+    def _prefix(self, length: int, rows: list[int]) -> Any:
         """Return a cache of `length` entries: those of a short prompt, repeated, and of random running states."""
         loudness = torch.ones(length)
         for mark in self.marks:
@@ -290,20 +297,21 @@ class _Trial:
         cache, pads = _empty_cache(self._model), torch.tensor(self._pads)[:, None]
         slots = torch.arange(length)
         entries = torch.where(slots < pads, slots, pads + (slots - pads) % (_PROMPT - pads))  # [B, length]
+        taken = torch.tensor(rows)
         for layer, filled in zip(cache.layers, self.short.layers, strict=True):
             if keeps_states(filled):
                 take_states(layer, filled)
             if filled in attention_layers(self.short):
-                rows = torch.arange(len(pads), device=filled.device)[:, None]
-                which = (entries % filled.keys.shape[2]).to(filled.device)  # a window may hold fewer
-                keys, values = (part[rows, :, which].transpose(1, 2) for part in (filled.keys, filled.values))
+                here = taken.to(filled.device)[:, None]
+                which = (entries[taken] % filled.keys.shape[2]).to(filled.device)  # a window may hold fewer
+                keys, values = (part[here, :, which].transpose(1, 2) for part in (filled.keys, filled.values))
                 layer.update(keys, values * loudness.to(values)[:, None])
         generator = torch.Generator().manual_seed(0)
         for slot, state in states_of(cache).items():
             states = state.clone()
             if slot.kind == "recurrent_states" and state.is_floating_point():
                 states.copy_(torch.randn(state.shape, generator=generator))  # after 12 tokens some are next to nothing
-            slot.write(cache, states)
+            slot.write(cache, states[taken.to(state.device)])
         return cache
 
     # ---- what stock's own steps differ by -----------------------------------------------------------------
@@ -314,11 +322,12 @@ class _Trial:
         Raises:
             ValueError: it is no rounding.
         """
+        times = _EQUAL // len(self._pads)
         with _explained(self._model, self._text):
-            one, many = self._alone(1), self._alone(8)
+            one, many = (self._first_step(self._each(count)) for count in (1, times))
         lowered = one.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
         dtype = coarsest(self._dtype, torch.float16) if lowered else self._dtype  # as coarse as TF32
-        (noise,) = highest(self._model, difference(many, one.expand_as(many)))
+        (noise,) = highest(self._model, difference(many, one.repeat_interleave(times, dim=0)))
         if not noise <= allowance(dtype):
             raise _RefusalError(
                 f"{type(self._model).__name__} computes other logits when several rows are fed at once (they differ by "
@@ -328,7 +337,7 @@ class _Trial:
             return noise
         own, name = self._attention.own, self._attention.name
         with _explained(self._model, f"with attention {name!r}"), self._attention.packed():
-            trees = self._alone(1)
+            trees = self._first_step(self._each(1))
         (change,) = highest(self._model, difference(trees, one))
         if not change <= allowance(dtype):
             raise _RefusalError(
@@ -338,12 +347,9 @@ class _Trial:
             )
         return max(noise, change)
 
-    def _alone(self, rows: int) -> Tensor:
-        """Logits [rows, 2, V] of stock's steps after the first row's prompt, as so many rows."""
-        tokens, pads = self._tokens[:1, _PROMPT : _PROMPT + 2], [self._pads[0]]
-        steps = StockSteps(self._model, self._ids(_PROMPT)[:1].expand(rows, -1), pads * rows, _empty_cache(self._model))
-        steps.prefill()
-        return steps(tokens.expand(rows, -1))
+    def _first_step(self, rows: list[int]) -> Tensor:
+        """Logits [len(rows), 1, V] of stock's first step after the prompt, in a batch of these of the rows."""
+        return self._steps(_PROMPT, rows)(self._tokens[rows, _PROMPT : _PROMPT + 1])
 
 
 # ---- a step of stock's that is handed more than text ----------------------------------------------------------
