@@ -50,6 +50,17 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[SimulatedGpu | None]:
             yield device
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _drafts_were_accepted(request: pytest.FixtureRequest) -> Iterator[None]:
+    """By the runs of a file, where the whole of it is run."""
+    before = {one.title: len(one.taus) for one in TALLIES.values()}
+    yield
+    options = request.config.option
+    if "not matrix" in options.markexpr and not options.keyword and not any("::" in it for it in request.config.args):
+        for one in TALLIES.values():
+            assert len(one.taus) == before.get(one.title, 0) or one.mean_tau > one.least, one
+
+
 @pytest.fixture
 def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Of every call, whether it went on with a draft."""

@@ -26,7 +26,7 @@ MODES: dict[str, dict[str, Any]] = {
     "top-p, penalty": {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1},
 }
 LENGTHS = [120, 64, 97, 33, 150, 21, 80, 48]
-FIGURES = tally("float32, packaged and deep pair, text of pytest's own sources")
+FIGURES = tally("float32, packaged and deep pair, text of pytest's own sources", least=1.3)
 
 
 def load(folder: Path) -> tuple[Any, DartHead, Any]:
@@ -115,10 +115,3 @@ def test_the_head_beats_drafting_nothing_and_copying_alone(
         run(target, {"input_ids": torch.tensor([text])}, 0, **options)
         taus.append(head.last_stats.tau)
     assert sum(taus) / len(taus) > 1.3
-
-
-def test_the_runs_exercised_commits() -> None:
-    """Mean tau of all the runs above; the figure is printed at the end of the session."""
-    if not FIGURES.taus:
-        pytest.skip("none of the runs that this test adds up was selected")
-    assert FIGURES.mean_tau > 1.3

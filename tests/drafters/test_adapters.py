@@ -16,7 +16,7 @@ from support.compare import assert_identical, run, tally
 from support.heads import drafts, shaken
 from support.hub import Hub
 from support.hub import hub as hub
-from support.sentences import one_sentence
+from support.sentences import one_sentence, refused
 from support.tiny import prompts, tiny_head, tiny_target
 from support.tiny_training import tiny_trainer, token_rows
 from transformers import DynamicCache, HfArgumentParser
@@ -27,7 +27,7 @@ from hf_dart.models.stock_steps import CACHE
 from hf_dart.training.lora import LoraArguments, apply_lora
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
 
-EXACT = tally("float64, heads with adapters")
+EXACT = tally("float64, heads with adapters", least=1.05)
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 
@@ -71,8 +71,7 @@ def test_a_folder_holds_the_adapter_alone_and_brings_its_head(target: Any, base:
     assert (drafts(loaded) - plain).abs().max() > 1e-2
     for options in (GREEDY, SAMPLED):
         assert_identical(target, loaded, prompts([9, 4, 7]), **options, into=EXACT)
-    with pytest.raises(ValueError, match="which only this machine has"):
-        write_folder(tmp_path, tmp_path / "hub", "me/adapter")
+    refused(lambda: write_folder(tmp_path, tmp_path / "hub", "me/adapter"), ValueError, "which only this machine has")
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "me/head"}))
     write_folder(tmp_path, tmp_path / "hub", "me/adapter")
@@ -101,12 +100,9 @@ def test_the_base_may_lie_elsewhere(target: Any, base: str, tmp_path: Path) -> N
     content = json.loads(config.read_text())
     for said, word in ((str(tmp_path / "gone"), "not there"), (None, "does not name")):
         config.write_text(json.dumps({**content, "base_model_name_or_path": said}))
-        with pytest.raises(ValueError, match=word) as error:
-            DartHead.from_pretrained(path, target=target)
-        assert "base=" in one_sentence(error)
+        refused(lambda: DartHead.from_pretrained(path, target=target), ValueError, f"{word}.*base=")
         DartHead.from_pretrained(path, target=target, base=base)
-    with pytest.raises(ValueError, match="holds none"):
-        DartHead.from_pretrained(base, target=target, base=base)
+    refused(lambda: DartHead.from_pretrained(base, target=target, base=base), ValueError, "holds none")
 
 
 def test_what_is_wrong_with_files_is_one_sentence(target: Any, base: str, tmp_path: Path) -> None:
@@ -116,50 +112,37 @@ def test_what_is_wrong_with_files_is_one_sentence(target: Any, base: str, tmp_pa
     weights, config = path / "adapter_model.safetensors", path / "adapter_config.json"
     good, said = weights.read_bytes(), config.read_text()
 
-    def refused(word: str) -> None:
-        with pytest.raises(ValueError, match=word) as error:
-            head.load_adapter(str(path))
-        one_sentence(error)
+    def spoilt(word: str) -> None:
+        refused(lambda: head.load_adapter(str(path)), ValueError, word)
         assert not head.adapted
         assert torch.equal(drafts(head), plain)
 
     weights.write_bytes(good[:-50])
-    refused("truncated or damaged")
+    spoilt("truncated or damaged")
     weights.unlink()
-    refused("no adapter_model.safetensors")
+    spoilt("no adapter_model.safetensors")
     weights.write_bytes(good)
     config.write_text(json.dumps({**json.loads(said), "r": 3}))
-    refused("does not fit this head")
+    spoilt("does not fit this head")
     config.write_text(said[:-20])
-    refused("cannot be read as JSON")
+    spoilt("cannot be read as JSON")
     config.unlink()
-    refused("holds no adapter_config.json")
+    spoilt("holds no adapter_config.json")
     config.write_text(said)
     other = tmp_path / "other"
     tiny_head(target, num_layers=2, selector_rank=4, seed=3).save_pretrained(other)
-    with pytest.raises(ValueError, match="another head") as error:
-        DartHead.from_pretrained(str(path), target=target, base=str(other))
-    one_sentence(error)
+    refused(lambda: DartHead.from_pretrained(str(path), target=target, base=str(other)), ValueError, "another head")
     head.load_adapter(str(path))
-    with pytest.raises(ValueError, match="already") as error:
-        head.load_adapter(str(path))
-    one_sentence(error)
+    refused(lambda: head.load_adapter(str(path)), ValueError, "already")
 
 
 def test_what_takes_no_adapter(target: Any, base: str) -> None:
-    with pytest.raises(ValueError, match="is in no folder") as error:
-        tiny_head(target).add_adapter(LoraConfig())
-    one_sentence(error)
+    refused(lambda: tiny_head(target).add_adapter(LoraConfig()), ValueError, "is in no folder")
     head = DartHead.from_pretrained(base, target=target)
     for wrong in ({"target_modules": ["q_proj", "w1"]}, {"modules_to_save": ["mask_token"]}):
-        with pytest.raises(ValueError, match=r"no module 'w1'|no module 'mask_token'") as error:
-            head.add_adapter(LoraConfig(**wrong))
-        one_sentence(error)
-    with pytest.raises(ValueError, match="no adapter to merge"):
-        head.merge_adapter()
-    with pytest.raises(ValueError, match="no adapter 'python'") as error:
-        head.set_adapter("python")
-    one_sentence(error)
+        refused(lambda wrong=wrong: head.add_adapter(LoraConfig(**wrong)), ValueError, "no module '(w1|mask_token)'")
+    refused(head.merge_adapter, ValueError, "no adapter to merge")
+    refused(lambda: head.set_adapter("python"), ValueError, "no adapter 'python'")
 
 
 def test_the_draft_vocabulary_goes_with_the_adapter(target: Any, base: str, tmp_path: Path) -> None:
@@ -174,8 +157,7 @@ def test_the_draft_vocabulary_goes_with_the_adapter(target: Any, base: str, tmp_
         assert loaded.draft_vocabulary.tolist() == some
         assert torch.equal(drafts(loaded), drafts(head))
     (folder / "draft_vocabulary.safetensors").unlink()
-    with pytest.raises(ValueError, match="no draft_vocabulary"):
-        DartHead.from_pretrained(str(folder), target=target)
+    refused(lambda: DartHead.from_pretrained(str(folder), target=target), ValueError, "no draft_vocabulary")
 
 
 # ---- several ----------------------------------------------------------------------------------------------
@@ -204,9 +186,7 @@ def test_adapters_are_switched_at_run_time(target: Any, base: str, tmp_path: Pat
     whole = adapter(target, base, tmp_path / "3", modules_to_save=["norm"], target_modules=["k_proj", "q_proj"])
     head.load_adapter(whole, "whole")
     for clash in ({"modules_to_save": ["fc"], "target_modules": ["q_proj"]}, {"target_modules": ["norm"]}):
-        with pytest.raises(ValueError, match="cannot both") as error:
-            head.add_adapter(LoraConfig(**clash), "clash")
-        one_sentence(error)
+        refused(lambda clash=clash: head.add_adapter(LoraConfig(**clash), "clash"), ValueError, "cannot both")
     head.set_adapter("danish")
     assert torch.equal(drafts(head), alone["danish"])
 
@@ -235,9 +215,7 @@ def test_dropout_of_lora_never_moves_the_generator(target: Any, base: str, tmp_p
     for each in (head, loaded):
         for options in (GREEDY, SAMPLED):
             assert_identical(target, each, prompts([7, 4]), **options, into=EXACT)
-    with pytest.raises(ValueError, match="train mode") as error:
-        run(target, prompts([7]), 0, assistant=head.train(), **GREEDY)
-    one_sentence(error)
+    refused(lambda: target.generate(**prompts([7]), assistant=head.train(), **GREEDY), ValueError, "train mode")
 
 
 def test_a_merged_head_is_a_head(target: Any, base: str, tmp_path: Path) -> None:
@@ -294,14 +272,10 @@ def test_an_adapter_names_the_folder_that_holds_its_head(single: Any, tmp_path: 
     head = tiny_head(single)
     head.save_pretrained(tmp_path / "first")
     head = changed(DartHead.from_pretrained(str(tmp_path / "first"), target=single))
-    with pytest.raises(ValueError, match="other weights than the one in") as error:
-        head.add_adapter(LoraConfig(r=2))
-    assert "save_pretrained" in one_sentence(error)
+    refused(lambda: head.add_adapter(LoraConfig(r=2)), ValueError, "other weights than the one in.*save_pretrained")
     head.save_pretrained(tmp_path / "second")
     shutil.move(tmp_path / "second", tmp_path / "moved")
-    with pytest.raises(ValueError, match="not there any more") as error:
-        head.add_adapter(LoraConfig(r=2))
-    one_sentence(error)
+    refused(lambda: head.add_adapter(LoraConfig(r=2)), ValueError, "not there any more")
     head.save_pretrained(tmp_path / "second", max_shard_size="10KB")
     head.add_adapter(LoraConfig(r=2))
     head.save_pretrained(tmp_path / "adapter")
@@ -355,9 +329,7 @@ def test_what_an_adapter_says_of_its_use_is_kept(single: Any, tmp_path: Path) ->
     assert (loaded.tree_config.nodes, loaded.tree_config.draft_cost) == (4, 0.7)
     file = tmp_path / "adapter" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tree": {"nodes": "many"}}))
-    with pytest.raises(ValueError, match="cannot be read") as error:
-        DartHead.from_pretrained(str(tmp_path / "adapter"), target=single)
-    one_sentence(error)
+    refused(lambda: DartHead.from_pretrained(str(tmp_path / "adapter"), target=single), ValueError, "cannot be read")
 
 
 def test_an_editor_that_would_not_be_saved_is_not_trained(tmp_path: Path) -> None:
@@ -369,7 +341,3 @@ def test_an_editor_that_would_not_be_saved_is_not_trained(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="without the editor") as error:
         EditTrainer(head, target, EditTrainingArguments(str(tmp_path / "run"), report_to="none", use_cpu=True))
     one_sentence(error)
-
-
-def test_the_runs_accepted_drafts() -> None:
-    assert EXACT.mean_tau > 1.05

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.compare import assert_identical
 from support.letters import letters
-from support.sentences import one_sentence
+from support.sentences import one_sentence, refused
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import AutoModelForCausalLM
 
@@ -61,8 +61,7 @@ def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path, monkeypatch: p
         letters(order).save_pretrained(tmp_path / name)
     one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "two"))
     tiny_head(one, tokenizer=letters("abcdefgh")).save_pretrained(tmp_path / "head")
-    with pytest.raises(ValueError, match="tokenizer"):
-        DartHead.from_pretrained(str(tmp_path / "head"), target=two)
+    refused(lambda: DartHead.from_pretrained(str(tmp_path / "head"), target=two), ValueError, "tokenizer")
     head = DartHead.from_pretrained(str(tmp_path / "head"), target=one)
     # A copy of the target is compared when it is first seen.
     twin, read = copy.deepcopy(one), []
@@ -77,9 +76,7 @@ def test_padding_rows_of_the_vocabulary(target: Any, tmp_path: Path) -> None:
     padded = tiny_target("qwen3", vocab_size=VOCABULARY + 16)
     tokenizer = letters("abcdefgh")
     tiny_head(target, tokenizer=tokenizer).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="padding rows") as error:
-        DartHead.from_pretrained(str(tmp_path), target=padded)
-    one_sentence(error)
+    refused(lambda: DartHead.from_pretrained(str(tmp_path), target=padded), ValueError, "padding rows")
     head = DartHead.from_pretrained(str(tmp_path), target=padded, tokenizer=tokenizer)
     for size in ([7], [7, 3, 9]):
         assert_identical(padded, head, prompts(size), do_sample=True, top_k=0, max_new_tokens=20)
@@ -100,9 +97,7 @@ def test_missing_files(target: Any, tmp_path: Path, missing: str) -> None:
 
 def test_a_target_is_no_head(target: Any, tmp_path: Path) -> None:
     target.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="DART head") as error:
-        DartHead.from_pretrained(str(tmp_path), target=target)
-    one_sentence(error)
+    refused(lambda: DartHead.from_pretrained(str(tmp_path), target=target), ValueError, "DART head")
 
 
 def test_a_target_whose_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from support.compare import Tally, assert_identical, run, tally
 from support.guests import dflash_drafter
 from support.interruptions import interrupt
 from support.modules import with_module
-from support.sentences import one_sentence
+from support.sentences import refused
 from support.tiny import (
     nearly,
     prompts,
@@ -28,7 +28,7 @@ from support.tiny import (
     tiny_head,
     tiny_target,
 )
-from support.turns import CASES, RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
+from support.turns import RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
 from surveys import matrix
 
 from hf_dart import DartCandidateGenerator, LanguageModelDrafter, MtpDrafter, TreeConfig, attach, load_drafter
@@ -63,7 +63,7 @@ IN_FAMILIES = [
     *((kind, family, attention) for kind in OF_ANY_TARGET for family in FAMILIES for attention in ("eager", "sdpa")),
     *(("dflash", family, "sdpa") for family in ("opt", "cohere2")),
 ]
-TALLIES: dict[str, Tally] = {kind: tally(f"float64, {kind}") for kind in MAKERS}
+TALLIES: dict[str, Tally] = {kind: tally(f"float64, {kind}", least=1.2) for kind in MAKERS}
 TREES = [  # with the number of rows, and of branches where a drafter has some
     (4, TreeConfig.chain(5), 1), (1, TreeConfig(nodes=20, depth=3), 3), (1, TreeConfig(nodes=4, depth=1), 50),
     (2, TreeConfig(), 4),
@@ -171,6 +171,9 @@ def test_save_and_load(pairs: Any, tmp_path: Path, kind: str) -> None:
     loaded = load_drafter(str(tmp_path), target=target)
     assert torch.equal(torch.get_rng_state(), before)
     assert type(loaded) is type(drafter)
+    assert not loaded.training
+    configs = [{**one.config.to_dict(), "_name_or_path": None} for one in (loaded, drafter)]
+    assert configs[0] == configs[1]
     state = loaded.state_dict()
     assert state.keys() == drafter.state_dict().keys()
     assert all(torch.equal(value, state[name]) for name, value in drafter.state_dict().items())
@@ -195,12 +198,9 @@ def test_another_target_is_refused(
     target, drafter = pairs(kind)
     drafter.save_pretrained(tmp_path)
     other = tiny_target("llama", **changed)
-    with pytest.raises(ValueError, match=word) as error:
-        load_drafter(str(tmp_path), target=other)
-    one_sentence(error)
+    refused(lambda: load_drafter(str(tmp_path), target=other), ValueError, word)
     own = MAKERS[kind](other)
-    with pytest.raises(ValueError, match=word):
-        attach(target).generate(**prompts([7]), **GREEDY, assistant=own)
+    refused(lambda: attach(target).generate(**prompts([7]), **GREEDY, assistant=own), ValueError, word)
     # Both are as good as before.
     assert_identical(other, own, prompts([7]), **GREEDY)
     assert_identical(target, load_drafter(str(tmp_path), target=target), prompts([7]), **GREEDY)
@@ -236,13 +236,6 @@ def test_pickles_hold_no_target(kind: str) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("family", "cache", "lengths", "mode"), CASES)
-@pytest.mark.parametrize("kind", ["diffusion"])
-def test_turns_of_every_cache_kind(kind: str, family: str, cache: str, lengths: list[int], mode: str) -> None:
-    assert_turns_are_stocks(family, cache, lengths, mode, MAKERS[kind])
-
-
-@pytest.mark.matrix
 @pytest.mark.parametrize(("family", "column"), matrix.CELLS, ids=str)
 def test_cells(family: str, column: Any) -> None:
     assert matrix.run_cell(family, column, make=tiny_diffusion_drafter).total.mean_tau > 1.3
@@ -254,10 +247,3 @@ def test_cells(family: str, column: Any) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_interrupted_anywhere_often(family: str, lengths: list[int], sampled: bool) -> None:
     interrupt(family, "dynamic", lengths, sampled, cases=40, seed=2, make=tiny_diffusion_drafter)
-
-
-@pytest.mark.parametrize("kind", MAKERS)
-def test_the_runs_accepted_drafts(kind: str) -> None:
-    if not TALLIES[kind].taus:
-        pytest.skip("none of the runs that this test adds up was selected")
-    assert TALLIES[kind].mean_tau > 1.2

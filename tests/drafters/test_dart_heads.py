@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
 from support import tiny_training
 from support.cases import MODES
 from support.compare import assert_identical, run, tally
 from support.heads import histories, in_one_pass
 from support.letters import letters
-from support.sentences import one_sentence
+from support.sentences import refused
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead
@@ -49,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "some tokens": {"draft_vocabulary": SOME},
     "some tokens, a selector": {"draft_vocabulary": SOME, "selector_rank": 4, "inject_features": True},
 }
-EXACT = tally("float64, options of the head")
+EXACT = tally("float64, options of the head", least=1.1)
 
 
 @pytest.fixture(scope="module")
@@ -234,8 +232,7 @@ def test_frequent_tokens_are_counted() -> None:
     ]
     assert frequent_tokens(rows, 3, 12).tolist() == [2, 5, 7]
     assert frequent_tokens(rows, 3, 12, always=[11]).tolist() == [2, 5, 11]
-    with pytest.raises(ValueError, match="size is 13"):
-        frequent_tokens(rows, 13, 12)
+    refused(lambda: frequent_tokens(rows, 13, 12), ValueError, "size is 13")
 
 
 # ---- mask slots -------------------------------------------------------------------------------------------
@@ -257,8 +254,7 @@ def test_the_mask_token_is_one_that_no_text_contains(target: Any) -> None:
     tokenizer = letters("abcdefgh")
     head = tiny_head(target, mask_mode="peagle", tokenizer=tokenizer)
     assert head.config.mask_token_id == VOCABULARY - 1
-    with pytest.raises(ValueError, match="give mask_token_id, the id of one that yours never do"):
-        unused_token(tokenizer, 8)
+    refused(lambda: unused_token(tokenizer, 8), ValueError, "give mask_token_id, the id of one that yours never do")
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_special_token_0|>", "<|end|>"]})
     assert unused_token(tokenizer, 10) == 8
 
@@ -270,8 +266,7 @@ def test_a_pad_is_no_text(tmp_path: Path) -> None:
     assert unused_token(tokenizer, 8) == tokenizer.pad_token_id == 2
     assert unused_token(tokenizer, 10) == 9
     tokenizer.eos_token = "c"
-    with pytest.raises(ValueError, match="give mask_token_id"):
-        unused_token(tokenizer, 8)
+    refused(lambda: unused_token(tokenizer, 8), ValueError, "give mask_token_id")
     model, packaged = load_target()
     head = DartHead.from_target(model, tokenizer=packaged, mask_mode="peagle")
     assert head.config.mask_token_id == packaged.pad_token_id
@@ -311,56 +306,19 @@ def test_a_pad_is_no_text(tmp_path: Path) -> None:
     ids=str,
 )
 def test_bad_options_are_one_sentence(target: Any, fields: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as error:
-        tiny_head(target, **fields)
-    one_sentence(error)
+    refused(lambda: tiny_head(target, **fields), ValueError, words)
 
 
 def test_a_damaged_draft_vocabulary_is_refused(target: Any, tmp_path: Path) -> None:
     head = head_with(target, "some tokens")
     head.draft_vocabulary[-1] = 1000
     head.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="draft vocabulary"):
-        DartHead.from_pretrained(str(tmp_path), target=target)
+    refused(lambda: DartHead.from_pretrained(str(tmp_path), target=target), ValueError, "draft vocabulary")
 
 
-# ---- heads as a whole -----------------------------------------------------------------------------------------
-
+# ---- heads as a whole -------------------------------------------------------------------------------------
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
-
-
-# ---- files ------------------------------------------------------------------------------------------------
-
-
-def test_save_and_load(target: Any, tmp_path: Path) -> None:
-    head = tiny_head(target, num_layers=2)
-    head.save_pretrained(tmp_path)
-    assert {path.suffix for path in tmp_path.iterdir() if path.is_file()} <= {".safetensors", ".json"}
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        keys = set(file.keys())
-        stored = sum(file.get_tensor(key).numel() for key in keys)
-    assert keys == {name for name, _ in head.named_parameters()}
-    assert not any("embed_tokens" in key or "lm_head" in key for key in keys)
-    assert (tmp_path / "model.safetensors").stat().st_size < stored * 8 + 8192
-
-    loaded = DartHead.from_pretrained(str(tmp_path), target=target)
-    assert not loaded.training
-    for (name, left), (_, right) in zip(head.named_parameters(), loaded.named_parameters(), strict=True):
-        assert torch.equal(left, right), name
-    for field in DartConfig.for_target(target).to_dict():
-        if field not in ("transformers_version", "architectures", "dtype", "_name_or_path"):
-            assert getattr(loaded.config, field, None) == getattr(head.config, field, None), field
-
-
-def test_loads_as_a_path_object_and_without_a_target(target: Any, tmp_path: Path) -> None:
-    tiny_head(target).save_pretrained(tmp_path)
-    head = DartHead.from_pretrained(tmp_path)
-    attach(target)
-    with pytest.raises(ValueError, match="no target"):
-        target.generate(**prompts([7]), **GREEDY, assistant=head)
-    head.bind(target).to(torch.float64)
-    assert_identical(target, head, prompts([7]), **GREEDY)
 
 
 def test_fields_that_differ_by_layer() -> None:
@@ -378,6 +336,7 @@ def test_shares_the_targets_modules(target: Any) -> None:
     embeddings, lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     lent = {embeddings.data_ptr(), lm_head.data_ptr()}
     assert not lent & {tensor.data_ptr() for tensor in head.state_dict().values()}
+    assert head.state_dict().keys() == {name for name, _ in head.named_parameters()}
     assert {head.shared.embeddings.weight.data_ptr(), head.shared.lm_head.weight.data_ptr()} == lent
     assert torch.equal(head.embed(torch.tensor([3, 5])), embeddings[[3, 5]])
     # The head does not move or convert what it was lent.
@@ -408,7 +367,7 @@ def test_low_precision_head_on_a_float64_target(tmp_path: Path) -> None:
     assert_identical(target, head, prompts([7, 3, 5, 9]), do_sample=True, top_k=0, max_new_tokens=16)
 
 
-# ---- generators, devices, threads -------------------------------------------------------------------------
+# ---- generators, devices ----------------------------------------------------------------------------------
 
 
 def generators() -> tuple[bytes, Any, Any]:
@@ -434,11 +393,9 @@ def test_making_and_loading_move_no_generator(target: Any, tmp_path: Path) -> No
     assert generators() == before, "check_verification"
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match="truncated"):
-        DartHead.from_pretrained(str(tmp_path), target=target)
+    refused(lambda: DartHead.from_pretrained(str(tmp_path), target=target), ValueError, "truncated")
     assert generators() == before, "a failed load"
-    with pytest.raises(ValueError, match="hidden size"):
-        head.bind(tiny_target("qwen3", hidden_size=64))
+    refused(lambda: head.bind(tiny_target("qwen3", hidden_size=64)), ValueError, "hidden size")
     target.generate(**prompts([7]), **GREEDY, assistant=head)
     assert generators() == before, "greedy drafting"
 
@@ -476,26 +433,3 @@ def test_a_target_dispatched_by_accelerate(where: str, tmp_path: Path) -> None:
         ours = run(split, inputs, 0, assistant=head, **options)
         assert torch.equal(ours.sequences, wanted.sequences)
         assert torch.equal(ours.state, wanted.state)
-
-
-def test_two_threads_use_one_head(target: Any) -> None:
-    head = tiny_head(target)
-    cases = [prompts([7, 4]), prompts([11])]
-    options = {**GREEDY, "max_new_tokens": 60}
-    alone = [target.generate(**inputs, **options, assistant=head) for inputs in cases]
-    together: list[Any] = [None, None]
-
-    def work(index: int) -> None:
-        for _ in range(2):
-            together[index] = target.generate(**cases[index], **options, assistant=head)
-
-    threads = [Thread(target=work, args=(index,)) for index in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(left, right) for left, right in zip(alone, together, strict=True))
-
-
-def test_the_runs_accepted_drafts() -> None:
-    assert EXACT.mean_tau > 1.1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.cases import GREEDY, MODES, SAMPLED
 from support.compare import assert_identical, run
+from support.sentences import refused
 from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
 
@@ -291,13 +292,12 @@ def test_refine_may_stand_in_the_heads_tree(target: Any) -> None:
 
 def test_refusals(target: Any) -> None:
     model = attach(target)
-    with pytest.raises(ValueError, match=r"does not refine its drafts; give refine=0"):
-        run(model, prompts([5]), 0, assistant=tiny_head(model), refine=1, **GREEDY)
+    call = {**prompts([5]), **GREEDY, "refine": 1}
+    words = "does not refine its drafts; give refine=0"
+    refused(lambda: model.generate(**call, assistant=tiny_head(model)), ValueError, words)
     replay = ReplayDrafter(torch.zeros(1, 9, dtype=torch.long), [0], VOCABULARY, misses=[0.0])
-    with pytest.raises(ValueError, match="does not refine"):
-        run(model, prompts([5]), 0, assistant=replay, refine=1, **GREEDY)
-    with pytest.raises(ValueError, match=r"TreeConfig.refine is -1; give 0 or more"):
-        TreeConfig(refine=-1)
+    refused(lambda: model.generate(**call, assistant=replay), ValueError, "does not refine")
+    refused(lambda: TreeConfig(refine=-1), ValueError, r"TreeConfig.refine is -1; give 0 or more")
 
 
 # ---- the Markov head --------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 from support import tiny_training
 from support.compare import assert_identical
 from support.heads import assert_beam, draft_after, features_of
+from support.sentences import refused
 from support.tiny import prompts, tiny_eagle_drafter, tiny_target
 
 from hf_dart import EagleDrafter, TreeConfig, load_drafter
@@ -120,7 +121,5 @@ def test_training_teaches_it_to_draft(tmp_path: Path) -> None:
 
 
 def test_what_belongs_to_dart_heads_is_refused() -> None:
-    with pytest.raises(ValueError, match="selector_rank belongs to DART heads"):
-        EagleConfig(selector_rank=4)
-    with pytest.raises(ValueError, match="beam is 0"):
-        EagleConfig(beam=0)
+    refused(lambda: EagleConfig(selector_rank=4), ValueError, "selector_rank belongs to DART heads")
+    refused(lambda: EagleConfig(beam=0), ValueError, "beam is 0")

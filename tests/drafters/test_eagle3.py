@@ -37,7 +37,7 @@ from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.interop.vllm import write_vllm
 
-EXACT = tally("float64, published EAGLE-3 heads")
+EXACT = tally("float64, published EAGLE-3 heads", least=1.3)
 
 
 @pytest.fixture(scope="module")
@@ -400,9 +400,3 @@ def test_what_is_no_eagle1_head(target: Any, tmp_path: Path, name: str) -> None:
 def test_a_language_model_of_one_layer_is_none(target: Any, tmp_path: Path) -> None:
     tiny_target("llama", num_hidden_layers=1).save_pretrained(tmp_path)
     assert isinstance(load_drafter(str(tmp_path), target=target), LanguageModelDrafter)
-
-
-def test_the_runs_accepted_drafts() -> None:
-    if not EXACT.taus:
-        pytest.skip("none of the runs that this test adds up was selected")
-    assert EXACT.mean_tau > 1.3

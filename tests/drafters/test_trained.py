@@ -13,7 +13,7 @@ from peft import LoraConfig
 from support.checkpoints import save
 from support.eagle3 import original_config, original_tensors
 from support.guests import ZLAB, dflash_config, dflash_tensors
-from support.sentences import one_sentence
+from support.sentences import refused
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from transformers import AutoTokenizer
 from transformers.utils import logging
@@ -71,9 +71,7 @@ def test_table_and_dtype(target: Any, table: Path, tmp_path: Path, form: Any) ->
     wanted = {None: torch.float32, "auto": saved, "bfloat16": torch.bfloat16, torch.float64: torch.float64}
     for dtype, found in wanted.items():
         assert DartHead.from_pretrained(path, target=target, dtype=dtype).dtype == found
-    with pytest.raises(ValueError, match="dtype is 'bf17'") as error:
-        DartHead.from_pretrained(path, target=target, dtype="bf17")
-    one_sentence(error)
+    refused(lambda: DartHead.from_pretrained(path, target=target, dtype="bf17"), ValueError, "dtype is 'bf17'")
 
 
 def test_a_published_dflash_drafter(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from hf_dart import TreeConfig
 from hf_dart.models.stock_steps import CACHE
 
 pytestmark = pytest.mark.usefixtures("executor")
-EXACT = tally("float64, tiny random targets")
+EXACT = tally("float64, tiny random targets", least=1.3)
 
 
 @pytest.fixture(scope="module")
@@ -181,10 +181,3 @@ def test_a_root_that_sees_all_needs_no_mask(family: str) -> None:
         alike = len(set(lengths)) == 1
         until = (WINDOW - 5 if windowed else 23) if alike else 0
         assert masks == [True] * until + [False] * (23 - until)
-
-
-def test_the_runs_exercised_commits() -> None:
-    """Mean tau of all the runs above; the figure is printed at the end of the session."""
-    if not EXACT.taus:
-        pytest.skip("none of the runs that this test adds up was selected")
-    assert EXACT.mean_tau > 1.3

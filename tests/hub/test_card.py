@@ -12,6 +12,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, constants, eval_result_entries_to_yaml, parse_eval_result_entries
 from support.hub import card_errors
+from support.sentences import refused
 from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter
 from support.tiny import tiny_target as llama_target
 from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
@@ -282,17 +283,13 @@ def test_unusable_folders_get_one_sentence(spoil: Any, says: str, tmp_path: Path
     folder = tmp_path / "head"
     shutil.copytree(PACKAGED_HEAD, folder)
     spoil(folder)
-    with pytest.raises(ValueError, match=says):
-        HeadFacts.read(folder)
+    refused(lambda: HeadFacts.read(folder), ValueError, says)
 
 
 def test_the_bench_has_to_be_that_of_the_head(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"none.json cannot be read"):
-        facts(bench=tmp_path / "none.json")
-    with pytest.raises(ValueError, match="not what hf-dart bench --json writes"):
-        facts(bench=PACKAGED_HEAD / "config.json")
+    refused(lambda: facts(bench=tmp_path / "none.json"), ValueError, r"none.json cannot be read")
+    refused(lambda: facts(bench=PACKAGED_HEAD / "config.json"), ValueError, "not what hf-dart bench --json writes")
     target = tiny_target()
     assert target.config.vocab_size == VOCABULARY
     tiny_head(target).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="give the bench of this head"):
-        HeadFacts.read(tmp_path, bench=BENCH)
+    refused(lambda: HeadFacts.read(tmp_path, bench=BENCH), ValueError, "give the bench of this head")

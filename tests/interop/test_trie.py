@@ -11,6 +11,7 @@ import pytest
 from support.attacks import damaged, seeds, survives
 from support.letters import letters
 from support.memory import traced_peak
+from support.sentences import refused
 from support.tries import Trie
 
 from hf_dart.interop import trie as reader
@@ -102,8 +103,7 @@ def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
     table = read_trie(tmp_path / "trie", tmp_path / "table", tokenizer=tokenizer)
     assert table.spec.vocab_size == VOCABULARY
     assert table.spec.tokenizer_hash is not None
-    with pytest.raises(ValueError, match="tokenizer"):
-        read_trie(tmp_path / "trie", tmp_path / "table", tokenizer=letters("abc"))
+    refused(lambda: read_trie(tmp_path / "trie", tmp_path / "table", tokenizer=letters("abc")), ValueError, "tokenizer")
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,13 +177,10 @@ def test_damaged_tries_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_files_and_vocabularies_that_are_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no file"):
-        read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=4)
+    refused(lambda: read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=4), ValueError, "no file")
     (tmp_path / "trie").write_bytes(Trie(2).saved())
-    with pytest.raises(ValueError, match="vocabulary"):
-        read_trie(tmp_path / "trie", tmp_path / "table")
-    with pytest.raises(ValueError, match="no folder"):
-        read_trie(tmp_path / "trie", tmp_path / "nowhere" / "table", vocab_size=4)
+    refused(lambda: read_trie(tmp_path / "trie", tmp_path / "table"), ValueError, "vocabulary")
+    refused(lambda: read_trie(tmp_path / "trie", tmp_path / "nowhere" / "table", vocab_size=4), ValueError, "no folder")
 
 
 @pytest.mark.parametrize("part", seeds(40, 1500))
