@@ -199,11 +199,11 @@ def test_sizes_that_the_weights_do_not_have(target: Any, tmp_path: Path, kind: s
     refused_quickly(lambda: load_drafter(str(tmp_path), target=target), r"\.$")
 
 
-@pytest.mark.parametrize("content", ["[1]", "null", '"x"', "3", "{"])
+@pytest.mark.parametrize("content", ["[1]", "null", '"x"', "3", "{", '{"a": 1, "a": 2}', "[" * 100_000])
 def test_configs_that_are_no_object(target: Any, tmp_path: Path, content: str) -> None:
     tiny_head(target).save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(content)
-    refused_quickly(lambda: load_drafter(str(tmp_path), target=target), "JSON")
+    refused_quickly(lambda: load_drafter(str(tmp_path), target=target), "JSON|twice|cannot be read")
 
 
 HOSTILE: dict[str, Any] = {

@@ -21,7 +21,7 @@ EAGLES = ("EAGLE-1", "original, draft vocabulary", "modelopt", "speculators, 0.9
 FLASHES = ("DFlash, no taps named", "DFlash2", "DSpark", "JetSpec", "speculators' DFlash, some tokens")
 PUBLISHED = ("DART's code", *EAGLES, *FLASHES)
 LANGUAGE_MODEL = "a language model"  # lies in files of its own and is neither converted nor pushed
-QUICK = ("EAGLE-1", "DSpark")
+QUICK = ("EAGLE-1", "DSpark", LANGUAGE_MODEL)
 
 
 def save(name: str, folder: Path, target: Any) -> None:
@@ -74,7 +74,7 @@ def test_commands(target: tuple[Any, Path], tmp_path: Path, name: str, capsys: p
     (head / "README.md").write_text("---\nlicense: mit\n---\n")
     runs(["--target", str(folder), "--head", str(head)], folder / "text.txt", tmp_path / "page.html")
     convert = ["convert", str(head), str(tmp_path / "ours"), "--to", "dart", "--target", str(folder)]
-    capsys.readouterr()
+    assert "drafts accepted" in capsys.readouterr().err
     if name == LANGUAGE_MODEL:
         assert main(convert) == 2
         assert "which that format has no place for" in capsys.readouterr().err

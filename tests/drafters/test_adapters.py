@@ -33,11 +33,6 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
-    return tiny_target("qwen3")
-
-
-@pytest.fixture(scope="module")
 def base(target: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("base")
     tiny_head(target, num_layers=2, selector_rank=4).save_pretrained(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +79,6 @@ def test_padding_rows_of_the_vocabulary(target: Any, tmp_path: Path) -> None:
     head = DartHead.from_pretrained(str(tmp_path), target=padded, tokenizer=tokenizer)
     for size in ([7], [7, 3, 9]):
         assert_identical(padded, head, prompts(size), do_sample=True, top_k=0, max_new_tokens=20)
-
-
-@pytest.mark.parametrize("missing", ["config.json", "model.safetensors", ""])
-def test_missing_files(target: Any, tmp_path: Path, missing: str) -> None:
-    folder = tmp_path / "head"
-    tiny_head(target).save_pretrained(folder)
-    if missing:
-        (folder / missing).unlink()
-    else:
-        shutil.rmtree(folder)
-    with pytest.raises((ValueError, OSError)) as error:
-        DartHead.from_pretrained(str(folder), target=target)
-    one_sentence(error)
 
 
 def test_a_target_is_no_head(target: Any, tmp_path: Path) -> None:

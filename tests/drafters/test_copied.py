@@ -21,11 +21,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 
 
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return tiny_target("qwen3")
-
-
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 COPIES: dict[str, dict[str, Any]] = {
     "llama": {"rope_parameters": {**SCALED, "original_max_position_embeddings": 64, "rope_theta": 1e4}},

@@ -19,7 +19,6 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.layers import rotation_at
-from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.chain import after_draft, best_chain
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -30,11 +29,6 @@ SHAPES = [
     {"input_form": "stream"},
     {"block_attention": "bidirectional"},
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return tiny_target("qwen3")
 
 
 def editing_head(target: Any, **config: Any) -> DartHead:
@@ -252,23 +246,6 @@ def test_exact_matrix(target: Any, mode: str, shape: dict[str, Any], lengths: li
     check_exact(model, editing_head(model, **shape), prompts(lengths), (0, 1, 2, 3), max_new_tokens=24, **MODES[mode])
 
 
-def test_exact_over_turns(target: Any) -> None:
-    model = attach(target)
-    head = editing_head(model)
-    options = {**SAMPLED, "max_new_tokens": 10, "return_dict_in_generate": True}
-    answers = []
-    for drafting in ({}, {"assistant": head, "refine": 2}):
-        ids = prompts([6])["input_ids"]
-        cache = None
-        for turn in range(2):
-            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), CACHE: cache}
-            output = run(model, inputs, turn, **drafting, **options).output
-            ids = torch.cat([output.sequences, torch.tensor([[5, 9]])], dim=1)
-            cache = output[CACHE]
-        answers.append(ids)
-    assert torch.equal(*answers)
-
-
 def test_refine_may_stand_in_the_heads_tree(target: Any) -> None:
     model = attach(target)
     head = editing_head(model, tree={"nodes": 8, "refine": 1})
@@ -344,21 +321,6 @@ def test_an_untrained_selector_changes_no_draft() -> None:
             counts.append(head.last_stats.to_dict() | {"seconds": None})
             head.selector = None
         assert counts[0] == counts[1]
-
-
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_selector_changes_no_token(size: int, options: dict[str, object]) -> None:
-    target = tiny_target("qwen3")
-    before = torch.get_rng_state()
-    head = tiny_head(target).add_selector(4)
-    assert torch.equal(torch.get_rng_state(), before)
-    with torch.no_grad():
-        for weight in head.selector.parameters():
-            weight.add_(0.5 * torch.randn(weight.shape, dtype=weight.dtype))
-    inputs = prompts([7] if size == 1 else [9, 3, 7, 12])
-    for lookup in (0, 24):
-        assert_identical(target, head, inputs, **options, tree_config=TreeConfig(nodes=8, lookup=lookup))
 
 
 @torch.no_grad()

@@ -9,19 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import batch
 from support.compare import assert_identical
 from support.diffusion import one_pass
 from support.heads import histories
-from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_target
 from torch import Tensor
-from transformers import DynamicCache
 
-from hf_dart import DartHead, DiffusionDrafter, TreeConfig, load_drafter
+from hf_dart import DiffusionDrafter
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.diffusion.drafter import MASK
-from hf_dart.models.stock_steps import CACHE
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
@@ -32,11 +29,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "features": {"feature_layers": [0, 2]},
     "other widths": {"hidden_size": 24, "num_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1},
 }
-
-
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return tiny_target("qwen3")
 
 
 def reverse_process(
@@ -147,32 +139,6 @@ def test_prompts_without_ids(target: Any) -> None:
         assert torch.equal(drafter.embed(embeddings), drafter.embed(tokens if shared else torch.full((1, 4), MASK)))
 
 
-@pytest.mark.parametrize(("steps", "unmasking"), [(1, "confidence"), (2, "left_to_right"), (5, "confidence")])
-def test_every_number_of_steps(target: Any, steps: int, unmasking: str) -> None:
-    drafter = tiny_diffusion_drafter(target, denoise_steps=steps, unmasking=unmasking, share_embeddings=False)
-    for size, tree in ((1, TreeConfig(nodes=20, depth=3)), (4, TreeConfig.chain(5))):
-        for mode in (GREEDY, SAMPLED):
-            assert_identical(target, drafter, batch(size, "sdpa"), **mode, tree_config=tree)
-
-
-def test_steps_and_order_may_change_between_turns(target: Any) -> None:
-    """What one turn leaves to the next knows nothing of them."""
-    drafter = tiny_diffusion_drafter(attach(target))
-    for mode in (GREEDY, SAMPLED):
-        past, text = DynamicCache(), prompts([9, 3])
-        for steps, unmasking in ((1, "confidence"), (4, "left_to_right"), (2, "confidence")):
-            drafter.denoise_steps, drafter.unmasking = steps, unmasking
-            torch.manual_seed(steps)
-            stock = target.generate(**text, **mode)
-            torch.manual_seed(steps)
-            ours = target.generate(**text, **mode, assistant=drafter, **{CACHE: past})
-            assert torch.equal(ours, stock)
-            ids = torch.cat([stock, torch.full((2, 2), 5)], dim=1)
-            mask = torch.ones_like(ids)
-            mask[:, : text["attention_mask"].shape[1]] = text["attention_mask"]
-            text = {"input_ids": ids, "attention_mask": mask}
-
-
 # ---- files and fit ------------------------------------------------------------------------------------------
 
 
@@ -198,17 +164,6 @@ def test_what_fits(target: Any, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has no target: .* bind\(model\)\.$"):
         attach(target).generate(**prompts([7]), **GREEDY, assistant=loose)
     assert_identical(target, loose.double().bind(target), prompts([7]), **GREEDY)
-
-
-def test_files_of_another_kind_of_drafter(target: Any, tmp_path: Path) -> None:
-    tiny_head(target).save_pretrained(tmp_path / "head")
-    tiny_diffusion_drafter(target).save_pretrained(tmp_path / "diffusion")
-    with pytest.raises(ValueError, match=r"a DART head, .* load it with DartHead, or .* --drafter dart\.$"):
-        DiffusionDrafter.from_pretrained(str(tmp_path / "head"), target=target)
-    with pytest.raises(ValueError, match=r"a diffusion drafter, .* load it with DiffusionDrafter, or .* diffusion\.$"):
-        DartHead.from_pretrained(str(tmp_path / "diffusion"), target=target)
-    assert type(load_drafter(str(tmp_path / "head"), target=target)) is DartHead
-    assert type(load_drafter(str(tmp_path / "diffusion"), target=target)) is DiffusionDrafter
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,10 @@ from support.eagle3 import (
     variant,
 )
 from support.heads import draft_after, drafts, features_of, peagle_head
-from support.letters import letters
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
 
 from hf_dart import DartHead, EagleDrafter, LanguageModelDrafter, TreeConfig, load_drafter
-from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.interop.vllm import write_vllm
 
@@ -161,8 +159,6 @@ def test_saved_in_our_format_it_is_the_same_head(target: Any, tmp_path: Path, na
 
 
 def test_the_targets_own_table_is_not_kept(target: Any, tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     folder = variant(tmp_path, target, "speculators, own table")
     weights = load_file(tmp_path / "model.safetensors")
     weights["embed_tokens.weight"] = target.get_input_embeddings().weight.detach().clone()
@@ -173,35 +169,17 @@ def test_the_targets_own_table_is_not_kept(target: Any, tmp_path: Path) -> None:
     assert "embed_tokens.weight" not in drafter.state_dict()
 
 
-def test_on_the_command_line(target: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    single = tiny_target("llama", num_hidden_layers=8, dtype=torch.float32)
-    single.save_pretrained(tmp_path / "target")
-    letters("abcdefgh").save_pretrained(tmp_path / "target")
-    head = variant(tmp_path / "head", target, "original, draft vocabulary")
-    pair = ("--target", str(tmp_path / "target"))
-    (tmp_path / "head" / "README.md").write_text("---\nlicense: mit\n---\n")
-    short = ("--temperature", "0", "--max-new-tokens", "6", "abc")
-    assert main(["generate", *pair, "--head", head, "--stats", *short]) == 0
-    assert "drafts accepted" in capsys.readouterr().err
-    assert main(["convert", head, str(tmp_path / "ours"), "--to", "dart", *pair]) == 0
-    assert main(["generate", *pair, "--head", str(tmp_path / "ours"), *short]) == 0
-    assert main(["view", *pair, "--head", head, "--output", str(tmp_path / "page.html"), *short]) == 0
-    assert main(["push", str(tmp_path / "ours"), "me/eagle", "--dry-run", str(tmp_path / "pushed")]) == 0
-    card = (tmp_path / "pushed" / "README.md").read_text()
-    assert "license: mit" in card
-    assert "| published as | `head`, in another format |" in card
-
-
 # ---- files that are damaged, hostile, of another kind or for another target -----------------------------------
 
 
-FIRST = {ORIGINAL: "midlayer", MODELOPT: "layers.0", SPECULATORS: "layers.0"}
+FIRST = {ORIGINAL: "midlayer", MODELOPT: "layers.0", SPECULATORS: "layers.0", "peagle": "layers.0"}
 
 
 def checkpoint(folder: Path, target: Any, style: str = ORIGINAL, pickled: bool = False, **changes: Any) -> Path:
     """With the weights of the unchanged config."""
-    tensors = eagle3_tensors(eagle3_config(target, style), first=FIRST[style])
-    save(folder, eagle3_config(target, style, **changes), tensors, pickled=pickled)
+    form, own, _ = PEAGLE.get(style, (style, {}, {}))
+    tensors = eagle3_tensors(eagle3_config(target, form, **own), first=FIRST[style])
+    save(folder, eagle3_config(target, form, **{**own, **changes}), tensors, pickled=pickled)
     return folder
 
 
@@ -242,6 +220,12 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a layer of another type": (SPECULATORS, {"rope_parameters": [1]}, "rope_parameters"),
     "a window without a size": (SPECULATORS, {"layer_types": ["sliding_attention"]}, "sliding_window"),
     "another algorithm": (SPECULATORS, {"speculators_config__algorithm": "eagle9"}, "algorithm"),
+    "no mask token": ("peagle", {"mask_token_id": None}, "mask_token_id"),
+    "a mask token beyond the vocabulary": ("peagle", {"mask_token_id": 48}, "mask_token_id"),
+    "two kinds of norm of P-EAGLE": ("peagle", {"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
+    "an unknown rotation of P-EAGLE": (
+        "peagle", {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type"
+    ),
 }  # fmt: skip
 
 
@@ -333,27 +317,6 @@ def test_huge_headers(target: Any, tmp_path: Path) -> None:
     header = json.dumps({"fc.weight": {"dtype": "F64", "shape": [2**40, 2**20], "data_offsets": [0, 2**63]}}).encode()
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     not_read(lambda: load(folder, target), "damaged")
-
-
-PEAGLE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no mask token": ({"mask_token_id": None}, "mask_token_id"),
-    "a mask token beyond the vocabulary": ({"mask_token_id": 48}, "mask_token_id"),
-    "two kinds of norm": ({"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
-    "an unknown rotation": ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type"),
-}
-
-
-@pytest.mark.parametrize("name", PEAGLE_WRONG)
-def test_what_peagle_heads_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
-    changes, words = PEAGLE_WRONG[name]
-    folder = variant(tmp_path, target, "peagle")
-    config = json.loads((tmp_path / "config.json").read_text())
-    for field, value in changes.items():
-        (config["transformer_layer_config"] if field.startswith("rope") else config)[field] = value
-    tensors = eagle3_tensors(config, first="layers.0")
-    tensors.setdefault("mask_hidden", torch.zeros(1, 1, 96, dtype=torch.float64))
-    save(tmp_path, config, tensors)
-    not_read(lambda: load_drafter(folder, target=target), words)
 
 
 def test_it_needs_a_target(target: Any, tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from hf_dart import LanguageModelDrafter, TreeConfig, attach, load_drafter
-from hf_dart.cli import main
 from hf_dart.drafters import base
 from hf_dart.drafters.beams import BeamProposal
 
@@ -156,14 +155,3 @@ def test_tables_may_differ_in_padding_rows(tmp_path: Path) -> None:
         assert isinstance(drafter, LanguageModelDrafter)
         for mode in (GREEDY, SAMPLED):
             assert_identical(target, drafter, prompts([9, 3]), **mode, into=EXACT)
-
-
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    target = tiny_target("llama", dtype=torch.float32)
-    for name, model in (("target", target), ("small", nearly(target))):
-        model.save_pretrained(tmp_path / name)
-        letters("".join(map(chr, range(97, 97 + 40)))).save_pretrained(tmp_path / name)
-    given = ["--target", str(tmp_path / "target"), "--head", str(tmp_path / "small")]
-    assert main(["generate", *given, "abcabc", "--max-new-tokens", "8"]) == 0
-    assert main(["convert", str(tmp_path / "small"), str(tmp_path / "out"), "--to", "dart", *given[:2]]) == 2
-    assert "is a LanguageModelDrafter" in capsys.readouterr().err
