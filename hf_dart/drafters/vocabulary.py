@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.models.devices import has_rows, state_of, where_it_runs
-from hf_dart.trees.vocabulary import columns_of
 
 # As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].
 _PLACEHOLDER = re.compile(r"reserved|unused|mask", re.IGNORECASE)
@@ -33,28 +32,6 @@ def checked(tokens: Any, vocab_size: int) -> Tensor:
             "hf_dart.training.data.frequent.frequent_tokens makes one."
         )
     return ids
-
-
-def restricted(
-    target_logits: Tensor, labels: Tensor, vocabulary: Tensor | None, no_label: int
-) -> tuple[Tensor, Tensor]:
-    """Goals of training for what a draft vocabulary covers.
-
-    The target's distribution is taken given that its token is in the vocabulary. A label outside is none: the draft
-    must fail there, and nothing after it can be accepted.
-
-    Args:
-        target_logits: [..., V].
-        labels: [N, d] token ids.
-        vocabulary: [M], or None for all tokens.
-        no_label: what stands for no label.
-
-    Returns:
-        [..., M] and [N, d] columns.
-    """
-    if vocabulary is None:
-        return target_logits, labels
-    return target_logits[..., vocabulary], columns_of(labels, vocabulary, no_label)
 
 
 class LMHeadRows:

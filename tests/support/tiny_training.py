@@ -16,6 +16,7 @@ from hf_dart import DartHead
 from hf_dart.training import DartTrainer
 from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.losses import NO_LABEL
+from hf_dart.training.trainers.drafts import places_and_labels
 
 VOCABULARY = 61
 # Of the documents of each row; a negative length is padding.
@@ -88,6 +89,11 @@ def batch_of(rows: list[dict[str, Tensor]], draft_length: int, count: int) -> di
     batch = default_data_collator(rows)
     batch["anchors"] = draw_anchors(batch["documents"], count, draft_length)
     return batch
+
+
+def taught(trainer: Any, batch: dict[str, Any]) -> tuple[Tensor, Any]:
+    """Features and goals of a batch with anchors, as a step of training has them."""
+    return trainer.teach(batch, places_and_labels(batch, trainer.drafter.draft_length)[0].unique())
 
 
 def examples() -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, batch_of, taught, tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart.drafters.layers import take
 from hf_dart.training.objective.blocks import build_blocks, draw_anchors
@@ -48,12 +48,12 @@ def test_blocks_are_what_propose_drafts(tmp_path: Path, draft_length: int, layer
     trainer = tiny_trainer(tmp_path, head, target, rows)
     batch = batch_of(rows, draft_length, 7)
     ids, documents, anchors = batch["input_ids"], batch["documents"], batch["anchors"]
-    features, logits = trainer.teach(ids, documents)
+    features, goals = taught(trainer, batch)
     blocks = build_blocks(documents, anchors, draft_length, block_attention == "bidirectional")
     with torch.no_grad():
         shared = head(features[:, :-1], head.embed(ids[:, 1:]), blocks.positions, blocks.mask)
     hidden = take(shared, blocks.entries).unflatten(1, (-1, draft_length))
-    torch.testing.assert_close(trainer.block_states(head, batch, features, logits), hidden, rtol=0, atol=1e-12)
+    torch.testing.assert_close(trainer.block_states(head, batch, features, goals), hidden, rtol=0, atol=1e-12)
 
     losses = []
     for row, block in (anchors >= 0).nonzero().tolist():
@@ -73,9 +73,10 @@ def test_blocks_are_what_propose_drafts(tmp_path: Path, draft_length: int, layer
         torch.testing.assert_close(hidden[row, block], proposal.hidden[0], rtol=0, atol=1e-12)
         # Draft token t is token n + 1 + t, which the target predicts at position n + t.
         at = anchor - begin + 1
-        goals = alone.logits[0, at : at + draft_length]
-        torch.testing.assert_close(logits[row, anchor + 1 : anchor + 1 + draft_length], goals, rtol=0, atol=1e-12)
-        losses.append(annealed_kl(proposal.logits, goals[None]).item())
+        wanted = alone.logits[0, at : at + draft_length]
+        places = row * ids.shape[1] + torch.arange(anchor + 1, anchor + 1 + draft_length)
+        torch.testing.assert_close(goals.at(places), wanted, rtol=0, atol=1e-12)
+        losses.append(annealed_kl(proposal.logits, wanted[None]).item())
     assert len(losses) >= 15
     with torch.no_grad():
         assert trainer.compute_loss(head, batch).item() == pytest.approx(np.mean(losses), rel=1e-5)
@@ -90,11 +91,11 @@ def test_gradients_do_not_miss_what_is_not_computed(tmp_path: Path, layers: int)
     trainer = tiny_trainer(tmp_path, head, target, rows)
     batch = batch_of(rows, head.draft_length, 5)
     ids, documents, anchors = batch["input_ids"], batch["documents"], batch["anchors"]
-    features, target_logits = trainer.teach(ids, documents)
+    features, goals = taught(trainer, batch)
     blocks = build_blocks(documents, anchors, head.draft_length)
     everything = head(features[:, :-1], head.embed(ids[:, 1:]), blocks.positions, blocks.mask)
     states = [take(everything, blocks.entries).unflatten(1, (-1, head.draft_length))]
-    states.append(trainer.block_states(head, batch, features, target_logits))
+    states.append(trainer.block_states(head, batch, features, goals))
     gradients = [torch.autograd.grad(some.sin().sum(), list(head.parameters())) for some in states]
     for expected, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

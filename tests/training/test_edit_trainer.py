@@ -7,13 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import (
+    LENGTHS,
+    VOCABULARY,
+    batch_of,
+    taught,
+    tiny_head,
+    tiny_target,
+    tiny_trainer,
+    token_rows,
+)
 from torch import Tensor
 
 from hf_dart import DartHead
 from hf_dart.training import EditTrainer, EditTrainingArguments
 from hf_dart.training.objective.losses import NO_LABEL
-from hf_dart.training.trainers.drafts import goals_and_labels
+from hf_dart.training.trainers.drafts import places_and_labels
 from hf_dart.training.trainers.edit import coupled_draft
 
 TARGET = tiny_target(torch.float64)
@@ -52,10 +61,10 @@ def passes(trainer: EditTrainer) -> tuple[dict[str, Any], Tensor, Tensor, Tensor
     held: list[Tensor] = []
     slots = trainer._slots
     trainer._slots = lambda *args: held.append(slots(*args)) or held[-1]  # type: ignore[method-assign]
-    features, target_logits = trainer.teach(inputs["input_ids"], inputs["documents"])
-    first = trainer.block_states(trainer.drafter, inputs, features, target_logits)
+    features, goals = taught(trainer, inputs)
+    first = trainer.block_states(trainer.drafter, inputs, features, goals)
     present, count = inputs["anchors"] >= 0, trainer.drafter.draft_length
-    truth = inputs["input_ids"].flatten()[goals_and_labels(inputs, count)[0][:, 1:]]
+    truth = inputs["input_ids"].flatten()[places_and_labels(inputs, count)[0][:, 1:]]
     return inputs, features, first, held[0].unflatten(1, (-1, count - 1))[present], truth
 
 
@@ -163,7 +172,7 @@ def test_revealed_blocks_learn_what_is_masked(tmp_path: Path) -> None:
     loss = trainer.summed_loss(head, inputs)[0]
     assert loss > 0
     present = inputs["anchors"] >= 0
-    _, labels = goals_and_labels(inputs, head.draft_length)
+    _, labels = places_and_labels(inputs, head.draft_length)
     surprise = -head.logits(inputs["edited"][present]).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])
     counted = inputs["masked"][present] & (labels != NO_LABEL)
     by_hand = (torch.where(counted, surprise[..., 0], 0).mean(-1) / inputs["times"][present]).sum()

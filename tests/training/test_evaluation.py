@@ -114,6 +114,7 @@ def offline(trainer: DartTrainer, decoded: Tensor, *anchors: int) -> dict[str, f
     """The figures of the blocks at these anchors."""
     documents = torch.zeros_like(decoded)
     batch = {"input_ids": decoded, "documents": documents, "anchors": torch.tensor([anchors])}
+    trainer.evaluates = True
     drafts = trainer.compute_loss(trainer.drafter, batch, return_outputs=True)[1]["drafts"]
     return draft_figures(counts_by_row(trainer.drafter, drafts, 64).double().sum(0).numpy())
 
@@ -137,7 +138,8 @@ def test_a_selector_chooses_the_chain(tmp_path: Path) -> None:
     torch.nn.init.normal_(head.selector.context.weight, std=3.0, generator=torch.Generator().manual_seed(7))
     decoded, rounds = rounds_of(target, head, TreeConfig(nodes=2, depth=1, lookup=0))
     trainer = tiny_trainer(tmp_path, head, target, ROWS)
-    features, logits = trainer.teach(decoded, torch.zeros_like(decoded))
+    output = target(decoded, output_hidden_states=True)
+    features = torch.cat([output.hidden_states[layer] for layer in head.feature_layers], dim=-1)
     alone = 0
     for anchor, committed in rounds:
         figures = offline(trainer, decoded, anchor)
@@ -146,7 +148,7 @@ def test_a_selector_chooses_the_chain(tmp_path: Path) -> None:
         proposal = head.propose(state, known, decoded[:, 1 : anchor + 2], torch.tensor([anchor + 1]), None)
         scores, candidates = proposal.logits.log_softmax(-1).topk(head.tree_config.top_k)
         chain = best_chain(candidates, head.transitions(proposal, decoded[:, anchor + 1], candidates, scores))
-        right = (chain == logits[:, anchor + 1 : anchor + 1 + head.draft_length].argmax(-1)).cummin(-1).values
+        right = (chain == output.logits[:, anchor + 1 : anchor + 1 + head.draft_length].argmax(-1)).cummin(-1).values
         assert figures["tau"] == 1 + int(right.sum())
         alone += int((proposal.logits.argmax(-1) != chain).any())
     assert 0 < sum(committed - 1 for _, committed in rounds) < len(rounds)

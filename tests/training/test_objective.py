@@ -13,6 +13,7 @@ from support.tiny_training import (
     VOCABULARY,
     batch_of,
     examples,
+    taught,
     tiny_head,
     tiny_target,
     tiny_trainer,
@@ -25,7 +26,7 @@ from transformers import HfArgumentParser
 from hf_dart.training import DartTrainingArguments, DiffusionTrainingArguments, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.objective.objective import PRESETS, Objective
-from hf_dart.training.trainers.drafts import goals_and_labels
+from hf_dart.training.trainers.drafts import places_and_labels
 
 
 def test_every_divergence_can_be_chosen() -> None:
@@ -149,7 +150,7 @@ def test_labels_are_the_tokens_behind(draft_length: int) -> None:
             places = [anchor + 1 + t for t in range(1, draft_length + 1)]
             inside = [place < len(ids) and documents[place] == documents[anchor] for place in places]
             expected.append([int(ids[p]) if ok else NO_LABEL for p, ok in zip(places, inside, strict=True)])
-    assert goals_and_labels(batch, draft_length)[1].tolist() == expected
+    assert places_and_labels(batch, draft_length)[1].tolist() == expected
     assert any(NO_LABEL in row for row in expected)
 
 
@@ -201,10 +202,9 @@ def test_chunks_bound_the_memory_and_change_nothing(options: dict[str, Any], tmp
         torch.manual_seed(1)
         batch = batch_of(rows, trainer.drafter.draft_length, 20)
         head.train()
-        trainer.teach(batch["input_ids"], batch["documents"])  # the target is tried out once, on a row of its own
-        # Of the target itself there is one distribution per token, not per block; and there are its weights.
-        per_token, weights = batch["input_ids"].numel() * VOCABULARY, target.lm_head.weight.numel()
-        with LargestLogits(per_token, weights) as mode:
+        # The target is tried out once; of it there is one distribution per token, not per block, and its weights.
+        goals, weights = taught(trainer, batch)[1].logits, target.lm_head.weight
+        with LargestLogits(goals.numel(), weights.numel()) as mode:
             loss, outputs = trainer.compute_loss(head, batch, return_outputs=True)
             loss.backward()
         blocks = len(outputs["drafts"].hidden)

@@ -65,14 +65,16 @@ def test_blocks_read_what_drafting_reads(family: str, tmp_path: Path) -> None:
     head = tiny_head(target)
     trainer = tiny_trainer(tmp_path, head, target, rows)
     batch = collate(rows)
-    features, logits, read = trainer.teacher.images(batch["input_ids"], batch["beside"])
+    places = torch.arange(batch["input_ids"].numel())
+    features, goals, read = trainer.teacher.images(batch["input_ids"], batch["beside"], places, True)
     for number, row in enumerate(rows):
         length = len(row["input_ids"])
         with torch.no_grad():
             alone = target(input_ids=row["input_ids"][None], **row["beside"], output_hidden_states=True)
         wanted = torch.cat([alone.hidden_states[layer] for layer in head.feature_layers], dim=-1)
         torch.testing.assert_close(features[number, :length].double(), wanted[0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(logits[number, :length], alone.logits[0])
+        here = number * batch["input_ids"].shape[1] + torch.arange(length)
+        torch.testing.assert_close(goals.at(here), alone.logits[0])
         torch.testing.assert_close(read[number, :length], alone.hidden_states[0][0])
     places = batch["input_ids"] == 47
     own = target.get_input_embeddings()(batch["input_ids"])

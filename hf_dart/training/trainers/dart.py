@@ -13,7 +13,7 @@ from hf_dart.training.lora import LoraArguments
 from hf_dart.training.objective.drafting import head_states
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
-from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.drafts import Drafts, Goals
 from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
 from hf_dart.trees.vocabulary import token_ids
 
@@ -51,7 +51,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
             inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
         return blocks
 
-    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
         embeddings = self.drafter.embed(read_tokens(inputs)[:, 1:])
         return head_states(self.drafter, model, inputs, features, embeddings)
 
@@ -81,12 +81,12 @@ class DartTrainer(DrafterTrainer[DartHead]):
                     gumbel = torch.where(noisy, -gumbel.exponential_(generator=generator).log(), 0.0)
                 best = (logits + gumbel).topk(min(_CANDIDATES, logits.shape[-1]))
                 candidates = token_ids(best.indices, head.draft_vocabulary)
-                goals = part.target_logits[part.goals].gather(-1, candidates) + gumbel.gather(-1, best.indices)
+                goals = part.goals.at(part.places).gather(-1, best.indices) + gumbel.gather(-1, best.indices)
                 taken = goals == goals.amax(-1, keepdim=True)
                 goals = torch.where(noisy, torch.where(taken, _CERTAIN, 0.0), goals)
                 parts.append((logits.gather(-1, best.indices), best.values, candidates, goals))
         own, ranked, candidates, wanted = (torch.cat(each) for each in zip(*parts, strict=True))
-        before = drafts.inputs["input_ids"].flatten()[drafts.goals]
+        before = drafts.inputs["input_ids"].flatten()[drafts.places]
         # A token is projected once, however often it occurs.
         tokens, places = torch.cat([before[..., None], candidates], dim=-1).unique(return_inverse=True)
         delta = head.selector(hidden, own, head.embed(tokens), places[..., :1], places[..., 1:])

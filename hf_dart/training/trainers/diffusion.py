@@ -24,7 +24,7 @@ from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
+from hf_dart.training.trainers.drafts import Drafts, Goals, places_and_labels
 from hf_dart.training.trainers.trainer import DrafterTrainer
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
@@ -98,7 +98,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         present, draft_length = anchors >= 0, self.drafter.draft_length
         times = draw_times(blocks, 0.0 if self.evaluates else self.args.revealed_share, generator)
         masked = torch.rand(blocks, draft_length, generator=generator) < times[:, None]
-        _, labels = goals_and_labels(inputs, draft_length)
+        _, labels = places_and_labels(inputs, draft_length)
         hidden = masked.to(ids.device) | (labels == NO_LABEL)
         inputs["slots"] = ids.new_full((*anchors.shape, draft_length), MASK)
         inputs["slots"][present] = torch.where(hidden, MASK, labels)
@@ -106,14 +106,15 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         inputs["times"][present] = times.to(ids.device)
         return blocks
 
-    def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Features and logits of the target, empty where only the text itself is learned from."""
-        if self.drafter.feature_layers or self.args.objective.needs_target or self.evaluates:
-            return super().teach(ids, documents)
-        nothing = torch.zeros((*ids.shape, 0), device=ids.device)
-        return nothing, nothing
+    def teach(self, inputs: dict[str, Any], places: Tensor) -> tuple[Tensor, Goals]:
+        """Features and goals of the target, empty where only the text itself is learned from."""
+        objective = self.args.objective
+        if self.drafter.feature_layers or objective.needs_target or self.evaluates or "beside" in inputs:
+            return super().teach(inputs, places)
+        nothing = torch.zeros((*inputs["input_ids"].shape, 0), device=places.device)
+        return nothing, Goals(places, nothing.new_zeros(len(places), 0))
 
-    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
         length, window = self.drafter.draft_length, self.drafter.config.context_window
         blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, window=window)

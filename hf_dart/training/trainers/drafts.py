@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_dart.training.objective.blocks import labels_after, target_positions
+from hf_dart.training.objective.losses import NO_LABEL
+from hf_dart.trees.vocabulary import columns_of
+
+
+@dataclass(frozen=True)
+class Goals:
+    """The target's distributions after some tokens of a batch, in a draft vocabulary of M tokens.
+
+    Attributes:
+        places: [U] those tokens, in ascending order, counted through the rows [B T].
+        logits: [U, M]; M is V without a draft vocabulary.
+        others: [U] log of the sum of exp(logit) over all tokens outside of it; None where that was not asked for, or
+            none is.
+        best: [U] column of the likeliest token, M for one outside; None where that was not asked for.
+    """
+
+    places: Tensor
+    logits: Tensor
+    others: Tensor | None = None
+    best: Tensor | None = None
+
+    @classmethod
+    def joined(cls, parts: Sequence[Goals]) -> Goals:
+        """Return the goals of several parts of a batch as one."""
+        first = parts[0]
+        return first if len(parts) == 1 else cls(
+            torch.cat([one.places for one in parts]),
+            torch.cat([one.logits for one in parts]),
+            None if first.others is None else torch.cat([one.others for one in parts if one.others is not None]),
+            None if first.best is None else torch.cat([one.best for one in parts if one.best is not None]),
+        )
+
+    def at(self, places: Tensor) -> Tensor:
+        """Return the logits [..., M] after tokens [...] that are all among `places`."""
+        return self.logits[self._rows(places)]
+
+    def everything_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits [..., M], or [..., M + 1] with all others in the last column, and the best columns [...]."""
+        rows = self._rows(places)
+        assert self.best is not None
+        logits = self.logits[rows]
+        if self.others is not None:
+            logits = torch.cat([logits, self.others[rows][..., None]], dim=-1)
+        return logits, self.best[rows]
+
+    def _rows(self, places: Tensor) -> Tensor:
+        return torch.searchsorted(self.places, places.contiguous())
 
 
 @dataclass(frozen=True)
@@ -18,32 +66,45 @@ class Drafts:
     Attributes:
         inputs: the batch, with what `DrafterTrainer.draw` has added.
         hidden: [N, d, H] of the drafter.
-        target_logits: [B T, V].
-        goals: [N, d] the rows of `target_logits` that each draft token is to be like.
+        goals: what the target says after the tokens of `places`.
+        places: [N, d] the token of the batch, as in `goals`, after which each draft token comes.
         labels: [N, d] the tokens that follow, `NO_LABEL` where none is known.
     """
 
     inputs: dict[str, Any]
     hidden: Tensor
-    target_logits: Tensor
-    goals: Tensor
+    goals: Goals
+    places: Tensor
     labels: Tensor
 
     def of(self, chosen: Tensor) -> Drafts:
         """Select the blocks that `chosen` [N] (bool) names."""
-        return replace(self, hidden=self.hidden[chosen], goals=self.goals[chosen], labels=self.labels[chosen])
+        return replace(self, hidden=self.hidden[chosen], places=self.places[chosen], labels=self.labels[chosen])
 
     def split(self, size: int) -> Iterator[Drafts]:
         """Yield so many blocks at a time; 0 gives all at once."""
-        parts = (one.split(size or max(len(one), 1)) for one in (self.hidden, self.goals, self.labels))
-        for hidden, goals, labels in zip(*parts, strict=True):
-            yield replace(self, hidden=hidden, goals=goals, labels=labels)
+        parts = (one.split(size or max(len(one), 1)) for one in (self.hidden, self.places, self.labels))
+        for hidden, places, labels in zip(*parts, strict=True):
+            yield replace(self, hidden=hidden, places=places, labels=labels)
 
 
-def goals_and_labels(inputs: dict[str, Any], draft_length: int) -> tuple[Tensor, Tensor]:
-    """`goals` and `labels` [N, d] of the blocks of a batch, as `Drafts` has them."""
+def places_and_labels(inputs: dict[str, Any], draft_length: int) -> tuple[Tensor, Tensor]:
+    """`places` and `labels` [N, d] of the blocks of a batch, as `Drafts` has them."""
     ids, present = inputs["input_ids"], inputs["anchors"] >= 0
     rows = present.nonzero()[:, :1]
-    places = target_positions(inputs["anchors"][present], draft_length)
-    labels = labels_after(ids, inputs["documents"], rows, places, inputs.get("loss_mask"))
-    return rows * ids.shape[1] + places, labels
+    positions = target_positions(inputs["anchors"][present], draft_length)
+    labels = labels_after(ids, inputs["documents"], rows, positions, inputs.get("loss_mask"))
+    return rows * ids.shape[1] + positions, labels
+
+
+def as_columns(labels: Tensor, vocabulary: Tensor | None, outside: int = NO_LABEL) -> Tensor:
+    """Return the columns of labels [...] in a draft vocabulary; `NO_LABEL` stays.
+
+    Args:
+        vocabulary: [M], or None for all tokens.
+        outside: what stands for a token that is not in it. In training that is no label: the draft must fail there,
+            and nothing after it can be accepted.
+    """
+    if vocabulary is None:
+        return labels
+    return torch.where(labels == NO_LABEL, NO_LABEL, columns_of(labels, vocabulary, outside))

@@ -11,6 +11,7 @@ from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.training.objective.drafting import eagle_states
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
+from hf_dart.training.trainers.drafts import Goals
 from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
 
 
@@ -43,6 +44,6 @@ class EagleTrainer(DrafterTrainer[EagleDrafter]):
     training_arguments = EagleTrainingArguments
     takes_images = True
 
-    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
         embeddings = self.drafter.embed(read_tokens(inputs)[:, 1:])
         return eagle_states(self.drafter, model, inputs, features, embeddings)

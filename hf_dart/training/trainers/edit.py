@@ -19,14 +19,13 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.dart.modeling import Edits
-from hf_dart.drafters.vocabulary import restricted
 from hf_dart.training.objective.drafting import head_blocks
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
-from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
+from hf_dart.training.trainers.drafts import Drafts, Goals, as_columns, places_and_labels
 from hf_dart.training.trainers.trainer import read_tokens
 from hf_dart.trees.vocabulary import token_ids
 
@@ -99,7 +98,7 @@ class EditTrainer(DartTrainer):
         inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
         return blocks
 
-    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
         """Return the states [B, K, d, H] of the first drafts; add `edited`, those of the edit pass, and `blocks`."""
         blocks = inputs["blocks"] = head_blocks(self.drafter, inputs)
         first, edited = model(
@@ -107,26 +106,25 @@ class EditTrainer(DartTrainer):
             next_embeddings=self.drafter.embed(read_tokens(inputs)[:, 1:]),
             positions=blocks.positions,
             attention_mask=blocks.mask,
-            edits=Edits(blocks.slot_mask, partial(self._slots, inputs, target_logits.flatten(0, 1))),
+            edits=Edits(blocks.slot_mask, partial(self._slots, inputs, goals)),
         )
         inputs["edited"] = blocks.drafts(edited)
         return blocks.drafts(first)
 
     @torch.no_grad()
-    def _slots(self, inputs: dict[str, Any], target_logits: Tensor, states: Tensor) -> Tensor:
+    def _slots(self, inputs: dict[str, Any], goals: Goals, states: Tensor) -> Tensor:
         """Return the tokens that the slots hold in the edit pass [B, K (d - 1)]; -1 for slots that stay masked.
 
         Args:
-            inputs: of `block_states`.
-            target_logits: [B T, V].
+            inputs, goals: of `block_states`.
             states: [B, T - 1 + K (d - 1), H] of the first pass.
         """
         ids, anchors, length = inputs["input_ids"], inputs["anchors"], self.drafter.draft_length
         present = anchors >= 0
-        goals, _ = goals_and_labels(inputs, length)
-        truth = ids.flatten()[goals[:, 1:]]
+        places, _ = places_and_labels(inputs, length)
+        truth = ids.flatten()[places[:, 1:]]
         hidden = inputs["blocks"].drafts(states)[present][:, :-1]  # [N, d - 1, H]
-        own = self._own_drafts(inputs, target_logits, hidden, goals, truth)
+        own = self._own_drafts(inputs, goals, hidden, places, truth)
         tokens = torch.where(inputs["true"][present][:, None], truth, own)
         shown = torch.where(inputs["masked"][present][:, :-1], -1, truth)
         tokens = torch.where((inputs["times"][present] < 1)[:, None], shown, tokens)
@@ -135,22 +133,21 @@ class EditTrainer(DartTrainer):
         return held.flatten(1)
 
     def _own_drafts(
-        self, inputs: dict[str, Any], target_logits: Tensor, hidden: Tensor, goals: Tensor, truth: Tensor
+        self, inputs: dict[str, Any], goals: Goals, hidden: Tensor, places: Tensor, truth: Tensor
     ) -> Tensor:
         """Return the drafts [N, d - 1]: the likeliest tokens, or sampled ones."""
         vocabulary = self.drafter.draft_vocabulary
         # Numbers over the vocabulary are drawn on their device: one core of the host would be too slow.
         noise = torch.Generator(hidden.device).manual_seed(inputs["seed"])
         chunk = self.args.loss_chunk or max(len(hidden), 1)
-        parts = (hidden, goals, truth, inputs["sampled"][inputs["anchors"] >= 0])
+        parts = (hidden, places, truth, inputs["sampled"][inputs["anchors"] >= 0])
         drafted = []
         for states, where, labels, sampled in zip(*(part.split(chunk) for part in parts), strict=True):
             logits = self.drafter.logits(states)
             columns = logits.argmax(-1)
             if bool(sampled.any()):
-                wanted = target_logits[where[sampled][:, :-1]]
-                wanted, known = restricted(wanted, labels[sampled], vocabulary, NO_LABEL)
-                coupled = coupled_draft(logits[sampled], wanted, known, noise)
+                known = as_columns(labels[sampled], vocabulary)
+                coupled = coupled_draft(logits[sampled], goals.at(where[sampled][:, :-1]), known, noise)
                 columns[sampled] = torch.where(known != NO_LABEL, coupled, columns[sampled])
             drafted.append(token_ids(columns, vocabulary))
         return torch.cat(drafted)
@@ -170,7 +167,7 @@ class EditTrainer(DartTrainer):
         loss = drafts.hidden.new_zeros(()) if self.args.editor_only else super().draft_loss(drafts)
         times, masked = inputs["times"][present], inputs["masked"][present]
         chunk = self.args.loss_chunk * self.drafter.draft_length
-        _, columns = restricted(drafts.target_logits[:1], drafts.labels, self.drafter.draft_vocabulary, NO_LABEL)
+        columns = as_columns(drafts.labels, self.drafter.draft_vocabulary)
         revealed = revealed_loss(self.drafter.logits, edited.hidden, columns, masked, times, chunk)
         return loss + super().draft_loss(edited.of(times == 1)) + revealed
 

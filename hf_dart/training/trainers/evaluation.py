@@ -19,24 +19,34 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
-from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.drafts import Drafts, as_columns
 from hf_dart.trees.chain import best_chain
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.vocabulary import spread
+from hf_dart.trees.vocabulary import token_ids
+
+_NEVER = -1e30
+"""Logit of a token that is never drafted."""
 
 
-def count_drafts(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, drafted: Tensor | None = None) -> Tensor:
+def count_drafts(
+    draft_logits: Tensor,
+    target_logits: Tensor,
+    labels: Tensor,
+    drafted: Tensor | None = None,
+    chosen: Tensor | None = None,
+) -> Tensor:
     """Count the draft tokens of each block that the target would accept, for `draft_figures`.
 
     Args:
         draft_logits, target_logits: [n, d, V].
         labels: [n, d].
         drafted: [n, d] the tokens of the chains, where each is not just the likeliest by `draft_logits`.
+        chosen: [n, d] the tokens that the target would take, where each is not just the likeliest by `target_logits`.
 
     Returns:
         [n, 4 + 2 d]
     """
-    chosen = target_logits.argmax(-1)
+    chosen = target_logits.argmax(-1) if chosen is None else chosen
     right = (draft_logits.argmax(-1) if drafted is None else drafted) == chosen
     accepted = right.cummin(-1).values  # [n, d]
     watched = F.pad((accepted & (labels == chosen)).cummin(-1).values[:, :-1], (1, 0), value=True)
@@ -92,16 +102,21 @@ def counts_by_row(drafter: TrainedDrafter, drafts: Drafts, chunk_size: int) -> T
         drafts: the blocks of a batch.
         chunk_size: blocks whose logits are held at a time; 0 holds all.
     """
-    ids = drafts.inputs["input_ids"]
+    ids, vocabulary = drafts.inputs["input_ids"], drafter.draft_vocabulary
     counts = []
     for part in drafts.split(chunk_size):
-        # What is never drafted is never right.
-        logits = spread(drafter.logits(part.hidden), drafter.draft_vocabulary, drafts.target_logits.shape[-1])
-        roots = ids.flatten()[part.goals[:, 0]]
-        scores, candidates = logits.log_softmax(-1).topk(min(drafter.tree_config.top_k, logits.shape[-1]))
-        table = drafter.transitions(Proposal(logits, part.hidden), roots, candidates, scores)
-        chains = best_chain(candidates, scores[:, :, None] if table is None else table)
-        counts.append(count_drafts(logits, part.target_logits[part.goals], part.labels, chains))
+        logits = drafter.logits(part.hidden)
+        roots = ids.flatten()[part.places[:, 0]]
+        scores, best = logits.log_softmax(-1).topk(min(drafter.tree_config.top_k, logits.shape[-1]))
+        table = drafter.transitions(
+            Proposal(logits, part.hidden, vocabulary), roots, token_ids(best, vocabulary), scores
+        )
+        chains = best_chain(best, scores[:, :, None] if table is None else table)
+        wanted, chosen = part.goals.everything_at(part.places)
+        if vocabulary is not None:  # what is never drafted is never right: all of it is one more token
+            logits = F.pad(logits, (0, 1), value=_NEVER)
+        labels = as_columns(part.labels, vocabulary, logits.shape[-1] - 1)
+        counts.append(count_drafts(logits, wanted, labels, chains, chosen))
     per_block = torch.cat(counts).float()
     rows = (drafts.inputs["anchors"] >= 0).nonzero()[:, 0]
     return per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
@@ -109,12 +124,15 @@ def counts_by_row(drafter: TrainedDrafter, drafts: Drafts, chunk_size: int) -> T
 
 @torch.no_grad()
 def agreement(drafter: TrainedDrafter, drafts: Drafts, blocks: int) -> Tensor | None:
-    """[d] how often a draft token is the target's best one, over the first blocks of a batch; None without any."""
+    """[d] how often a draft token is the target's best one, over the first blocks of a batch; None without any.
+
+    With a draft vocabulary, the best one in it.
+    """
     part = next(drafts.split(blocks), None)
     if part is None or not len(part.hidden):
         return None
-    best = spread(drafter.logits(part.hidden), drafter.draft_vocabulary, part.target_logits.shape[-1]).argmax(-1)
-    return (best == part.target_logits[part.goals].argmax(-1)).float().mean(0)
+    best = drafter.logits(part.hidden).argmax(-1)
+    return (best == part.goals.at(part.places).argmax(-1)).float().mean(0)
 
 
 def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) -> list[Tensor]:

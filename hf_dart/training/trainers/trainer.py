@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel
 
 from hf_dart.drafters.trained import TrainedDrafter
-from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import TRAINING_RECORD
 from hf_dart.hub.publish import push_folder
 from hf_dart.training.checkpoints import Patience, WholeCheckpoints
@@ -28,10 +27,10 @@ from hf_dart.training.data.images import collate
 from hf_dart.training.data.sources import pack_dataset
 from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.chunks import chunked
-from hf_dart.training.objective.losses import NO_LABEL, log_acceptance
+from hf_dart.training.objective.losses import log_acceptance
 from hf_dart.training.record import training_record
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
+from hf_dart.training.trainers.drafts import Drafts, Goals, as_columns, places_and_labels
 from hf_dart.training.trainers.evaluation import (
     DecodingCallback,
     agreement,
@@ -156,32 +155,42 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         inputs["anchors"] = drawn
         return int((drawn >= 0).sum())
 
-    def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Features [B, T, F] and logits [B, T, V] of the target for rows `ids`, `documents` [B, T] of text."""
-        return self.teacher.text(ids, documents)
+    def teach(self, inputs: dict[str, Any], places: Tensor) -> tuple[Tensor, Goals]:
+        """Return the target's features [B, T, F], and what it says after the tokens at `places` [U] (`Goals`).
+
+        Of rows with images or sounds, `read` is added to the batch (`read_tokens`).
+
+        Raises:
+            ValueError: the batch has images, and this trainer takes none.
+        """
+        ids = inputs["input_ids"]
+        if "beside" not in inputs:
+            return self.teacher.text(ids, inputs["documents"], places, self.evaluates)
+        if not self.takes_images:
+            raise ValueError(f"{type(self).__name__} takes no images or sounds; give rows of text.")
+        features, goals, inputs["read"] = self.teacher.images(ids, inputs["beside"], places, self.evaluates)
+        return features, goals
 
     @abstractmethod
-    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
         """Return the states [B, K, d, H] of all blocks, as drafting there would give them; of absent ones, anything.
 
         Args:
             model: the drafter, as `accelerate` has wrapped it.
             inputs: with what `draw` has added; and where there are images, `read` (`read_tokens`).
-            features, target_logits: of `teach`.
+            features, goals: of `teach`.
         """
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
         """Return the sum of the objective over the blocks."""
-        target_logits, labels = restricted(drafts.target_logits, drafts.labels, self.drafter.draft_vocabulary, NO_LABEL)
+        labels = as_columns(drafts.labels, self.drafter.draft_vocabulary)
         objective = self.args.objective
-        acceptance = None
-        if objective.needs_acceptance:
-            acceptance = self._acceptance(replace(drafts, target_logits=target_logits))
+        acceptance = self._acceptance(drafts) if objective.needs_acceptance else None
 
-        def block_losses(hidden: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
-            return objective(self.drafter.logits(hidden), target_logits[goals], labels, acceptance)
+        def block_losses(hidden: Tensor, places: Tensor, labels: Tensor) -> Tensor:
+            return objective(self.drafter.logits(hidden), drafts.goals.at(places), labels, acceptance)
 
-        return chunked(block_losses, drafts.hidden, drafts.goals, labels, chunk_size=self.args.loss_chunk)
+        return chunked(block_losses, drafts.hidden, drafts.places, labels, chunk_size=self.args.loss_chunk)
 
     def own_record(self) -> dict[str, Any]:
         """Return further fields for the record of the training, where a kind of drafter has them."""
@@ -194,22 +203,13 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
 
         Args:
             model, inputs: of `block_states`.
-
-        Raises:
-            ValueError: the batch has images, and this trainer takes none.
         """
-        ids = inputs["input_ids"]
-        if "beside" in inputs:
-            if not self.takes_images:
-                raise ValueError(f"{type(self).__name__} takes no images or sounds; give rows of text.")
-            features, target_logits, inputs["read"] = self.teacher.images(ids, inputs["beside"])
-        else:
-            features, target_logits = self.teach(ids, inputs["documents"])
-        hidden = self.block_states(model, inputs, features, target_logits)[inputs["anchors"] >= 0]
-        goals, labels = goals_and_labels(inputs, self.drafter.draft_length)
-        drafts = Drafts(inputs, hidden, target_logits.flatten(0, 1), goals, labels)
+        places, labels = places_and_labels(inputs, self.drafter.draft_length)
+        features, goals = self.teach(inputs, places.unique())
+        hidden = self.block_states(model, inputs, features, goals)[inputs["anchors"] >= 0]
+        drafts = Drafts(inputs, hidden, goals, places, labels)
         logs = (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0
-        if logs and not self.evaluates and target_logits.shape[-1]:
+        if logs and not self.evaluates and goals.logits.shape[-1]:
             self._agreement = agreement(self.drafter, drafts, self.args.loss_chunk or 256)
         return self.draft_loss(drafts), drafts
 
@@ -226,7 +226,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """[d] mean acceptance per depth, over the blocks of this micro-batch on all processes."""
 
         def accepted(part: Drafts) -> Tensor:
-            return log_acceptance(self.drafter.logits(part.hidden), part.target_logits[part.goals]).exp().sum(0)
+            return log_acceptance(self.drafter.logits(part.hidden), part.goals.at(part.places)).exp().sum(0)
 
         sums = torch.stack([accepted(part) for part in drafts.split(self.args.loss_chunk)]).sum(0)
         counts = torch.full_like(sums, len(drafts.hidden))
