@@ -10,7 +10,7 @@ import torch
 from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart import DartHead
-from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.drafts import Drafts, Goals
 
 
 def test_a_selector_is_trained_on_a_frozen_head(tmp_path: Path) -> None:
@@ -75,9 +75,9 @@ def test_the_loss_is_that_of_the_reference(
     depth, size, vocabulary = head.draft_length, head.config.hidden_size, head.config.vocab_size
     hidden = torch.randn(blocks, depth, size, dtype=torch.float64, generator=generator)
     wanted = 3 * torch.randn(40, vocabulary, dtype=torch.float64, generator=generator)
-    goals = torch.randint(40, (blocks, depth), generator=generator)
+    places = torch.randint(40, (blocks, depth), generator=generator)
     ids = torch.randint(vocabulary, (2, 20), generator=generator)
-    drafts = Drafts({"input_ids": ids, "seed": 9}, hidden, wanted, goals, torch.zeros_like(goals))
+    drafts = Drafts({"input_ids": ids, "seed": 9}, hidden, Goals(torch.arange(40), wanted), places, places)
 
     expected, noise = torch.zeros((), dtype=torch.float64), torch.Generator().manual_seed(9)
     noisy_blocks = 0
@@ -90,7 +90,7 @@ def test_the_loss_is_that_of_the_reference(
             if noisy.any():
                 drawn = torch.empty(logits.shape).exponential_(generator=noise)
                 gumbel[noisy] = -drawn.log().double()[noisy]
-            for block, at in enumerate(goals[first : first + chunk]):
+            for block, at in enumerate(places[first : first + chunk]):
                 weights = gamma ** torch.arange(depth, dtype=torch.float64)
                 for place, goal in enumerate(at.tolist()):
                     own = logits[block, place]
