@@ -12,7 +12,7 @@ from hf_dart.training.objective.blocks import Blocks, build_blocks, target_posit
 
 
 def head_blocks(head: DartHead, inputs: dict[str, Any]) -> Blocks:
-    """Positions and masks of the blocks of a batch (`documents` [B, T], `anchors` [B, K]), as the head's config asks."""
+    """Positions and masks of the blocks of a batch (`documents` [B, T], `anchors` [B, K]), as its config asks."""
     config = head.config
     return build_blocks(
         inputs["documents"],
