@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dart.cli.common import check_folder
+from hf_dart.cli.common import check_folder, say
 from hf_dart.errors import UserError, sentence
 
 
@@ -30,7 +29,7 @@ def _run(arguments: argparse.Namespace) -> int:
             return 0
         options = recipe.read_recipe(arguments.options)
         check_folder(Path(options.training.output_dir))
-        final, metrics = run(options)
+        final, metrics = run(options, say)
     except (ValueError, OSError, FloatingPointError) as error:
         raise UserError(sentence(error)) from error
     except ImportError as error:
@@ -38,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError(f"A package is missing ({lacks}); install it, or leave out the option that asks.") from error
     if options.training.should_log:
         tau = f", tau {metrics['eval_tau']:.2f}" if "eval_tau" in metrics else ""
-        print(f"The head is in {final}{tau}. Next:{_next_commands(str(final))}", file=sys.stderr)
+        say(f"The head is in {final}{tau}. Next:{_next_commands(str(final))}")
     return 0
 
 

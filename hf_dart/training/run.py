@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.loading import load_target
 from hf_dart.training.checkpoints import newest_checkpoint, whole
-from hf_dart.training.data.frequent import frequent_tokens
+from hf_dart.training.data.frequent import frequent_tokens, token_counts
 from hf_dart.training.data.sources import load_rows
 from hf_dart.training.lora import LoraArguments, apply_lora
 from hf_dart.training.recipe import Recipe, trainer_of
@@ -37,8 +37,12 @@ _OF_NO_USE = {"recipe.yaml", "runs", "logs"}
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
 
 
-def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
+def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple[Path, dict[str, float]]:
     """Train as `recipe` says, evaluate, and save the head to `final` in the output folder.
+
+    Args:
+        recipe: the options.
+        say: called with lines about what was prepared.
 
     Returns:
         The folder of the head, and the metrics of the last evaluation (none without evaluation data).
@@ -62,7 +66,11 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     size = recipe.head.config().get("draft_vocab_size")
     if size is not None:
         always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        head.reduce_vocabulary(frequent_tokens(_some(train_rows), size, head.config.vocab_size, always))
+        counts = token_counts(_some(train_rows), head.config.vocab_size)
+        head.reduce_vocabulary(frequent_tokens(counts, size, head.config.vocab_size, always))
+        covered = int(counts[head.draft_vocabulary].sum()) / max(int(counts.sum()), 1)
+        if args.should_log:
+            say(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the text that is learned.")
     head = apply_lora(head, recipe.lora)
     try:
         trainer = trainer_of(recipe.head.drafter)(head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)

@@ -26,7 +26,7 @@ from hf_dart.drafters.vocabulary import unused_token
 from hf_dart.hub.loading import load_target
 from hf_dart.interop.vllm import write_vllm
 from hf_dart.models.trial import check_verification
-from hf_dart.training.data.frequent import frequent_tokens
+from hf_dart.training.data.frequent import frequent_tokens, token_counts
 from hf_dart.trees.vocabulary import spread
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -227,6 +227,8 @@ def test_frequent_tokens_are_counted() -> None:
     ]
     assert frequent_tokens(rows, 3, 12).tolist() == [2, 5, 7]
     assert frequent_tokens(rows, 3, 12, always=[11]).tolist() == [2, 5, 11]
+    learned = [{**rows[0], "loss_mask": torch.tensor([0, 0, 1, 1, 1, 1]).bool()}]
+    assert token_counts(learned, 12).nonzero().flatten().tolist() == [2, 5]
     refused(lambda: frequent_tokens(rows, 13, 12), ValueError, "size is 13")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def recipe(tmp_path: Path) -> Path:
         "max_length": 48,
         "draft_length": 3,
         "feature_layers": [2, 8],
-        "draft_vocab_size": 300,
+        "draft_vocab_size": 20,
         "tree": {"nodes": 8},
         "per_device_train_batch_size": 2,
         "anchors_per_row": 4,
@@ -49,6 +50,7 @@ def recipe(tmp_path: Path) -> Path:
         "save_steps": 2,
         "disable_tqdm": True,
         "warmup_steps": None,
+        "include_num_input_tokens_seen": "all",
     }
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(options), encoding="utf8")
@@ -66,6 +68,7 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     shown = capsys.readouterr()
     assert str(run / "final") in shown.err
     assert "tau" in shown.err
+    assert re.search(r"The draft vocabulary of 20 tokens covers \d\d\.\d% of the text", shown.err)
     assert f"\n  hf-dart bench --head {run / 'final'}\n" in shown.err
     assert target_of(str(run / "final")) == yaml.safe_load(recipe.read_text()).get("target", "packaged")
     assert {file.name for file in run.iterdir()} == {"checkpoint-2", "final", "recipe.yaml"}
@@ -75,6 +78,9 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     assert "warmup_steps" not in written
     record = json.loads((run / "final" / "training.json").read_text())
     assert record["steps"] == 2
+    assert record["tokens"] == 2 * 2 * 48
+    state = json.loads((run / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["log_history"][-1]["num_input_tokens_seen"] == record["tokens"]
     assert {"eval_tau", "eval_tau_decoded"} <= record["evaluation"].keys()
     assert record["recipe"] == publishable(written)  # what everybody may read
     assert (written["output_dir"], record["recipe"]["train_data"]) == (str(run), ["data"])
@@ -88,7 +94,7 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
     head = DartHead.from_pretrained(str(run / "final"), target=target, tokenizer=tokenizer)
     assert (head.draft_length, head.feature_layers, head.tree_config) == (3, [2, 8], TreeConfig(nodes=8))
-    assert head.config.draft_vocab_size == 300
+    assert head.config.draft_vocab_size == 20
     assert tokenizer.eos_token_id in head.draft_vocabulary
     untrained = DartHead.from_target(target, draft_length=3, feature_layers=[2, 8])
     assert not torch.equal(head.fc.weight, untrained.fc.weight)
@@ -184,6 +190,7 @@ def test_a_part_of_a_given_head_is_trained(recipe: Path, lora: bool, capsys: pyt
         (["--max_step", "3"], "did you mean 'max_steps'?"),
         (["--max_steps", "ten"], "invalid int value: 'ten'"),
         (["--loss", "mse"], "one of dart, left_to_right"),
+        (["--include_num_input_tokens_seen", "some"], "give one of non_padding, all, no"),
         (["more.yaml"], "'more.yaml' belongs to no option"),
         (["--quantization", "4bit"], "give a JSON object"),
         (["--head", "./nowhere"], "draft_length shapes a new head"),

@@ -9,12 +9,31 @@ import torch
 from torch import Tensor
 
 
-def frequent_tokens(rows: Iterable[dict[str, Any]], size: int, vocab_size: int, always: Sequence[int] = ()) -> Tensor:
-    """Return the `size` tokens that occur most often in `rows`, ascending; what `DartHead.reduce_vocabulary` takes.
+def token_counts(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
+    """Count the tokens [V] of `rows` that may be drafted.
 
     Args:
         rows: as those of `training.PackedTokens`: `input_ids` [T] and, where rows are padded, `documents` [T], -1 for
-            padding.
+            padding; those outside of a `loss_mask` [T] are not counted.
+        vocab_size: V of the target.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        ids = torch.as_tensor(row["input_ids"])
+        counted = torch.as_tensor(row["documents"]) >= 0 if "documents" in row else torch.ones_like(ids).bool()
+        if "loss_mask" in row:
+            counted &= torch.as_tensor(row["loss_mask"])
+        counts += torch.bincount(ids[counted], minlength=vocab_size)
+    return counts
+
+
+def frequent_tokens(
+    rows: Iterable[dict[str, Any]] | Tensor, size: int, vocab_size: int, always: Sequence[int] = ()
+) -> Tensor:
+    """Return the `size` tokens that occur most often in `rows`, ascending; what `DartHead.reduce_vocabulary` takes.
+
+    Args:
+        rows: as for `token_counts`, or what it has counted [V].
         size: M.
         vocab_size: V of the target.
         always: tokens to take in whatever their count, such as end and padding tokens.
@@ -24,12 +43,7 @@ def frequent_tokens(rows: Iterable[dict[str, Any]], size: int, vocab_size: int, 
     """
     if not len(set(always)) < size <= vocab_size:
         raise ValueError(f"size is {size}; give {len(set(always)) + 1} to {vocab_size} tokens.")
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in rows:
-        ids = torch.as_tensor(row["input_ids"])
-        if "documents" in row:
-            ids = ids[torch.as_tensor(row["documents"]) >= 0]
-        counts += torch.bincount(ids, minlength=vocab_size)
+    counts = rows.clone() if isinstance(rows, Tensor) else token_counts(rows, vocab_size)
     counts[list(always)] = torch.iinfo(torch.long).max
     # Among equals the smaller id: in byte-pair vocabularies it was merged earlier.
     return counts.argsort(descending=True, stable=True)[:size].sort().values

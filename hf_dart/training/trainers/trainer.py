@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel
+from transformers import EvalPrediction, PreTrainedModel, ProgressCallback
 
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub.facts import TRAINING_RECORD
@@ -135,6 +135,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             # Copied text would hide what the drafter knows; trees of a given size are drafted in every round.
             tree = replace(drafter.tree_config, lookup=0, nodes=drafter.tree_config.nodes or _DECODED_NODES)
             self.add_callback(DecodingCallback(self, prompts, tree_config=tree))
+        if self.pop_callback(ProgressCallback) is not None:
+            self.add_callback(TokenProgress())
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
 
@@ -248,7 +250,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         generator = seeded(self.args.seed, self.state.global_step, self.args.process_index)
         items = sum(self.draw(sample, generator) for sample in samples)
-        tokens = sum(int((sample["documents"] >= 0).sum()) for sample in samples)
+        padding = self.args.include_num_input_tokens_seen == "all"
+        tokens = sum(int((sample["documents"] >= (-1 if padding else 0)).sum()) for sample in samples)
         total, tokens = self.accelerator.reduce(torch.tensor([items, tokens], device=device), "sum")
         self.state.num_input_tokens_seen += int(tokens)
         self._empty_steps = 0 if total else self._empty_steps + 1
@@ -258,6 +261,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
                 "counts; give longer documents or a smaller draft_length."
             )
         return samples, total.clamp(min=1)
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        """Leave the counting of tokens to `get_batch_samples`, which knows what is padding."""
 
     def compute_loss(
         self,
@@ -389,6 +395,16 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Operations of the drafter alone, forward and backward: 6 per parameter and position."""
         positions = inputs["input_ids"].numel() + inputs["anchors"].numel() * (self.drafter.draft_length - 1)
         return 6 * self.drafter.num_parameters() * positions
+
+
+class TokenProgress(ProgressCallback):
+    """Progress bar of training that also says how many tokens were read."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Move on to the step that has ended."""
+        super().on_step_end(args, state, control, **kwargs)
+        if state.is_world_process_zero:
+            self.training_bar.set_postfix_str(f"{state.num_input_tokens_seen:,} tokens", refresh=False)
 
 
 def read_tokens(inputs: dict[str, Any]) -> Tensor:
