@@ -70,9 +70,9 @@ class SlotStore:
         self.first = self.shown = first
         self._keep(storage)
 
-    def _keep(self, storage: Tensor) -> None:
-        self.storage = storage
-        self._buffers = [storage[index] for index in range(len(storage))]
+    def _keep(self, storage: Tensor, rows: int | None = None) -> None:
+        self._all_rows, self.storage = storage, storage if rows is None else storage[:, :rows]
+        self._buffers = [self.storage[index] for index in range(len(storage))]
 
     @property
     def capacity(self) -> int:
@@ -105,6 +105,14 @@ class SlotStore:
             self.first = unseen
         self.reserve(longest + entries)
         self.shown = max(unseen_by(lengths, self.window, 0), self.first)
+
+    def resize(self, rows: int) -> None:
+        """Hold so many rows: the first ones, and others after them, in the memory of rows that were dropped before."""
+        storage, held = self._all_rows, self.storage.shape[1]
+        if rows > storage.shape[1]:
+            storage = storage.new_zeros(self.shape_for(rows, self.capacity))
+            storage[:, :held] = self.storage
+        self._keep(storage, rows)
 
     def release(self) -> None:
         """Free the buffers, and what they hold; they grow again when room is asked for."""
@@ -439,6 +447,13 @@ class SlotCache:
         self.set_lengths(counted)
         for mine, theirs in zip(self.stores, other.stores, strict=True):
             mine.take_rows(theirs, int(other.counted[there].max()), rows)
+
+    def resize(self, rows: int) -> None:
+        """Hold so many rows: the first ones, and others of one entry each after them."""
+        held = self.counted[:rows]
+        self.set_lengths(torch.cat([held, held.new_ones(rows - len(held))]))
+        for store in self.stores:
+            store.resize(rows)
 
     def release(self) -> None:
         """Free all entries, which another cache holds until it hands them back (`take_rows`)."""

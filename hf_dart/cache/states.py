@@ -133,6 +133,13 @@ class RunningStates:
             }
         )
 
+    def resize(self, rows: int) -> None:
+        """Hold states of so many rows: the first ones, and zeros after them."""
+        kept = {slot: state[:rows] for slot, state in self.committed.items()}
+        self.take(
+            {slot: torch.cat([own, own.new_zeros(rows - len(own), *own.shape[1:])]) for slot, own in kept.items()}
+        )
+
     def back_to_prompt(self, rows: Tensor) -> None:
         """Take the states after the prompt again in some rows, [B] bool."""
         self.take(

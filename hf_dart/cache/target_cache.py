@@ -133,6 +133,12 @@ class TargetCache:
             )
         return self._with(entries, states)
 
+    def resize(self, rows: int) -> None:
+        """Hold so many rows: the first ones, and others after them, which are to be taken in (`take_rows`)."""
+        self.entries.resize(rows)
+        if self.states is not None:
+            self.states.resize(rows)
+
     def _with(self, entries: SlotCache, states: Any) -> Self:
         """Make one with the same layers over other entries and states, which belongs to no stock cache."""
         other = copy(self)
@@ -157,11 +163,11 @@ class TargetCache:
 
     def take_rows(self, other: TargetCache, rows: Sequence[tuple[int, int]]) -> None:
         """See `SlotCache.take_rows`; running states are left out if a commit was interrupted in the other cache."""
-        self._whole = False
+        whole, self._whole = other._whole, False
         self.entries.take_rows(other.entries, rows)
-        if self.states is not None and other._whole:
+        if self.states is not None and whole:
             self.states.take_rows(other.states, rows)
-        self._whole = other._whole
+        self._whole = whole
 
     # ---- rounds -------------------------------------------------------------------------------------
 

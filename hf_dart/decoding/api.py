@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
-from hf_dart.decoding.request import admit, refuse_in_seat
+from hf_dart.decoding.request import Request, admit, refuse_in_seat
 from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session, begin
 from hf_dart.decoding.walk import NoiseStream
@@ -240,22 +240,36 @@ def _drafted(
     return stock(model, **{**kwargs, "custom_generate": decode})
 
 
-def opened(
-    model: PreTrainedModel, *args: Any, assistant: Drafter[Any], generator: torch.Generator | None = None, **kwargs: Any
-) -> Session:
-    """Begin the call `generate(model, *args, assistant=assistant, **kwargs)` of one row, for a seat (`seats.Seats`).
+def requested(model: PreTrainedModel, *args: Any, assistant: Drafter[Any], **kwargs: Any) -> Request:
+    """Prepare the call `generate(model, *args, assistant=assistant, **kwargs)` of one row for a seat (`seats.Seats`).
+
+    Nothing of it has run when this returns; `open_request` begins it, now or later.
 
     Args:
         model: the target.
         args, kwargs: those of `generate`.
         assistant: the drafter.
-        generator: that tokens are drawn from; None for the default one.
 
     Raises:
-        ValueError: as `generate` does, and for calls that no seat takes.
+        TypeError, ValueError: as `generate` does, and for calls that no seat takes.
     """
-    run = functools.partial(open_call, generator=generator, in_seat=True)
-    return _drafted(model, args, {"assistant": assistant, **kwargs}, run=run)
+    return _drafted(model, args, {"assistant": assistant, **kwargs}, run=_admit_to_seat)
+
+
+@host_by_default
+def _admit_to_seat(model: PreTrainedModel, input_ids: Tensor, optional: bool, **options: Any) -> Request:
+    """Return what `request.admit` does, for a seat."""
+    request = replace(admit(model, input_ids, **options), windowed=False)
+    refuse_in_seat(request)
+    _show_prompt(request.streamer, input_ids)
+    return request
+
+
+def _show_prompt(streamer: Any, input_ids: Tensor) -> None:
+    """Tell a streamer, if there is one, of the prompts [B, P] as they were given."""
+    if streamer is not None:
+        with users_default():
+            streamer.put(input_ids.cpu())
 
 
 def _refuse_other(drafter: Any, target: Any) -> None:
@@ -322,7 +336,10 @@ def speculative_generate(
     Raises:
         ValueError: something was asked for that could not equal stock's output.
     """
-    session = open_call(model, input_ids, optional, **options)
+    with _refusals(optional):
+        request = admit(model, input_ids, **options)
+    _show_prompt(request.streamer, input_ids)
+    session = open_request(request)
     engine = session.request.drafter.engine
     with broken_off_on_failure(session):
         if engine is not None and not session.rows.finished:
@@ -332,36 +349,21 @@ def speculative_generate(
         return close_call(session)
 
 
-def open_call(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    optional: bool = False,
-    generator: torch.Generator | None = None,
-    in_seat: bool = False,
-    **options: Any,
-) -> Session:
-    """Begin a call: read the prompt and emit the first token of every row.
+def open_request(request: Request, generator: torch.Generator | None = None) -> Session:
+    """Begin a call that was let in: read the prompt and emit the first token of every row.
 
     Args:
-        model, input_ids, optional, options: as for `speculative_generate`.
+        request: the call.
         generator: that tokens are drawn from; None for the default one.
-        in_seat: its rounds will run in a seat (`hf_dart.decoding.seats`).
 
     Returns:
         The session, whose rounds are to be run until all rows have finished; then `close_call` follows, or
         `finish.break_off` where one fails.
     """
-    with _refusals(optional):
-        request = admit(model, input_ids, **options)
-        if in_seat:
-            request = replace(request, windowed=False)
-            refuse_in_seat(request)
-    if request.streamer is not None:
-        with users_default():
-            request.streamer.put(input_ids.cpu())
     noise = None
     if request.generation_config.do_sample:
-        noise = NoiseStream(len(input_ids), 0, input_ids.device, forecast=request.in_step, generator=generator)
+        ids = request.input_ids
+        noise = NoiseStream(len(ids), 0, ids.device, forecast=request.in_step, generator=generator)
     try:
         session, logits = begin(request, noise)
     except BaseException:

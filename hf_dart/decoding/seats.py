@@ -12,46 +12,72 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.round import accept, drafted
 from hf_dart.decoding.session import Session
+from hf_dart.models.devices import host_by_default
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 
 class Seats:
-    """Seats in which calls of one target and one kind of drafter run (`hf_dart.decoding.api.opened`).
+    """Seats in which calls of one target and one kind of drafter run (`hf_dart.decoding.api.requested`).
 
     Args:
         size: how many calls run at a time.
 
     Attributes:
-        taken: the call in each seat; None where it is free.
+        taken: the calls that run, in the rows of the cache.
     """
 
     def __init__(self, size: int) -> None:
-        self.taken: list[_Seat | None] = [None] * size
-        self._verify: Verifier | None = None
+        self.size, self.taken = size, list[_Seat]()
+        self._verify: Verifier | None = None  # of as many rows as seats are taken
 
+    @property
+    def free(self) -> int:
+        """Number of seats that are free."""
+        return self.size - len(self.taken)
+
+    @host_by_default
+    @torch.no_grad()
     def take(self, session: Session) -> None:
         """Let a call that has been opened run in a free seat.
 
         Raises:
             ValueError: there is none, or its target, drafter or positions are of another kind than the others'.
         """
-        if None not in self.taken:
-            raise ValueError(f"All {len(self.taken)} seats are taken; call round() until one is free.")
-        like = session.verify
-        if self._verify is None:
-            self._verify = Verifier(
-                like.target, session.cache.of_seats(len(self.taken)), like.kinds, like.feature_layers
-            )
-        if like.target is not self._verify.target or like.feature_layers != self._verify.feature_layers:
-            raise ValueError("Seats share one target, and drafters that read the same of its layers; make other Seats.")
+        if not self.free:
+            raise ValueError(f"All {self.size} seats are taken; call round() until one is free.")
+        like, verify = session.verify, self._verify
         if like.shift is not None:
             raise ValueError("A seat takes texts at their usual positions; run this call by generate.")
-        place = self.taken.index(None)
-        self.taken[place] = _Seat(self._verify, place, session)
+        if verify is None:
+            verify = Verifier(like.target, session.cache.of_seats(1), like.kinds, like.feature_layers)
+        elif like.target is verify.target and like.feature_layers == verify.feature_layers:
+            verify.cache.resize(len(self.taken) + 1)
+        else:
+            raise ValueError("Seats share one target, and drafters that read the same of its layers; make other Seats.")
+        self._verify = verify
+        self.taken.append(_Seat(verify, len(self.taken), session))
 
+    @torch.no_grad()
+    def leave(self, session: Session) -> None:
+        """Let a call go, whose cache is its own again; no other call notices."""
+        (seat,) = (one for one in self.taken if one.session is session)
+        seat.leave()
+        last = self.taken.pop()
+        if not self.taken:
+            self._verify = None  # and with it the cache
+            return
+        cache = last.cache
+        if seat is not last:
+            cache.take_rows(cache, [(seat.place, last.place)])
+            last.place, self.taken[seat.place] = seat.place, last
+        cache.resize(len(self.taken))
+
+    @host_by_default
+    @torch.no_grad()
     def round(self) -> list[tuple[Session, Exception | None]]:
         """Run one round of every call.
 
@@ -59,14 +85,13 @@ class Seats:
             The calls that are done and have left their seats, each with the error that ended it, if one did.
             `api.close_call` gives the output of the others.
         """
-        seats = [seat for seat in self.taken if seat is not None and not seat.session.rows.finished]
+        seats = [seat for seat in self.taken if not seat.session.rows.finished]
         ready = [seat for seat in seats if seat.tries(seat.draft)]
         if ready:
             self._run(ready)
-        gone = [seat for seat in self.taken if seat is not None and (seat.failure or seat.session.rows.finished)]
+        gone = [seat for seat in self.taken if seat.failure or seat.session.rows.finished]
         for seat in gone:
-            self.taken[seat.place] = None
-            seat.leave()
+            self.leave(seat.session)
         return [(seat.session, seat.failure) for seat in gone]
 
     def _run(self, seats: list[_Seat]) -> None:
@@ -110,7 +135,7 @@ class _Seat:
         self._verify, self.place, self.session = verify, place, session
         self.failure: Exception | None = None
         self._own = session.verify, session.cache
-        verify.cache.take_rows(session.cache, [(place, 0)])
+        self.cache.take_rows(session.cache, [(place, 0)])
         session.cache.release()
         held: Any = self
         session.verify = session.cache = held
@@ -141,12 +166,14 @@ class _Seat:
         """Note what is to be committed with what the other calls have accepted."""
         self.path, (self.counts,) = path, counts
 
+    @property
+    def cache(self) -> TargetCache:
+        """The cache that all seats share."""
+        return self._verify.cache
+
     def leave(self) -> None:
-        """Give the call its own cache again, as far as anybody will look at it, and free the seat's."""
-        session, shared = self.session, self._verify.cache
+        """Give the call its own cache again, as far as anybody will look at it."""
+        session = self.session
         session.verify, session.cache = self._own
         if session.request.returns_cache:
-            session.cache.take_rows(shared, [(0, self.place)])
-        lengths = shared.entries.counted.clone()
-        lengths[self.place] = 1  # an entry that its root may look at
-        shared.entries.set_lengths(lengths)
+            session.cache.take_rows(self.cache, [(0, self.place)])

@@ -13,12 +13,17 @@ from support.tiny import prompts, tiny_head, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.api import close_call, opened
+from hf_dart.decoding.api import close_call, open_request, requested
 from hf_dart.decoding.seats import Seats
+from hf_dart.decoding.session import Session
 from hf_dart.models.stock_steps import CACHE
 
 ENDS = {"eos_token_id": [3, 11], "pad_token_id": 0}
 Request = tuple[dict[str, torch.Tensor], dict[str, Any]]
+
+
+def opened(target: Any, generator: torch.Generator | None = None, **options: Any) -> Session:
+    return open_request(requested(target, **options), generator)
 
 
 def stocks(target: Any, request: Request, seed: int, **more: Any) -> Any:
@@ -47,12 +52,12 @@ def run(target: Any, head: Any, todo: list[Request], size: int, seed: int) -> li
     numbers: dict[int, int] = {}
     waiting = [*range(len(todo))]
     rounds = committed = 0
-    while waiting or any(seats.taken):
-        while waiting and None in seats.taken and random.random() < 0.7:
+    while waiting or seats.taken:
+        while waiting and seats.free and random.random() < 0.7:
             number = waiting.pop(0)
             inputs, options = todo[number]
             generator = torch.Generator().manual_seed(number)
-            session = opened(target, assistant=head, generator=generator, **inputs, **options)
+            session = opened(target, generator, assistant=head, **inputs, **options)
             numbers[id(session)] = number
             if session.rows.finished:
                 outputs[number] = close_call(session)
@@ -109,7 +114,7 @@ def test_a_call_that_fails_leaves_alone() -> None:
     with pytest.raises(ValueError, match="All 3 seats are taken"):
         seats.take(sessions[0])
     gone = []
-    while any(seats.taken):
+    while seats.taken:
         gone += seats.round()
     failures = {id(session): failure for session, failure in gone}
     assert [type(failures[id(session)]) for session in sessions] == [type(None), OSError, type(None)]
@@ -126,9 +131,9 @@ def test_generators_and_caches_that_are_handed_back(family: str) -> None:
     seats.take(beside)
     seats.round()
     cache, generator = DynamicCache(config=target.config), torch.Generator().manual_seed(5)
-    session = opened(target, assistant=head, generator=generator, **{CACHE: cache}, **request[0], **request[1])
+    session = opened(target, generator, assistant=head, **{CACHE: cache}, **request[0], **request[1])
     seats.take(session)
-    while session in [seat.session for seat in seats.taken if seat is not None]:
+    while session in [seat.session for seat in seats.taken]:
         seats.round()
     text = close_call(session)
     kept = DynamicCache(config=target.config)
@@ -165,7 +170,7 @@ def test_trees_of_several_sizes() -> None:
         config = TreeConfig(nodes=nodes)
         calls.append((request, opened(target, assistant=head, tree_config=config, **request[0], **request[1])))
         seats.take(calls[-1][1])
-    while any(seats.taken):
+    while seats.taken:
         seats.round()
     for request, session in calls:
         assert torch.equal(close_call(session), stocks(target, request, 0))
