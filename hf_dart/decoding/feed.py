@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_dart.cache.stock_layers import undone_on_failure
+from hf_dart.cache.stock_layers import keeps_states, undone_on_failure
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import DrafterState
 from hf_dart.drafters.base import AT_ONCE, Verified, entries_of
 from hf_dart.models.devices import users_default
-from hf_dart.models.positions import refuse_shifted
+from hf_dart.models.positions import MovingRotary, refuse_shifted
 from hf_dart.models.stock_steps import cache_after, extra_inputs, next_inputs, position_shift
 from hf_dart.models.support import refuse_cache, refuse_compressed
 from hf_dart.models.trial import refuse_extra_inputs
@@ -84,6 +87,8 @@ class PromptReader:
         self.width = ran.shape[1]
         features = gather_features(outputs, drafter.feature_layers, ran)
         self.hand_on(features, merged_embeddings(self._target, outputs, ran) if merged else None)
+        if self._request.pause is not None and self._next + 1 < self._prompt.shape[1]:
+            self._request.pause()
         return outputs
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
@@ -137,6 +142,29 @@ class PromptReader:
         if self.last is None or self._next + 1 != self._prompt.shape[1]:
             raise ValueError(_NOT_THE_PROMPT)
         return outputs
+
+
+def in_pieces(request: Request, size: int, pause: Callable[[], None]) -> Request:
+    """Let a long prompt be read `size` tokens at a time, with `pause` called in between, where that is the same.
+
+    Running states are read whole, as most targets begin a piece of several tokens without the state before it; and so
+    are prompts past a length at which rotary frequencies change, as earlier pieces would have been read with others.
+    """
+    config, rotary = request.generation_config, MovingRotary.of(request.model)
+    whole = (
+        config.prefill_chunk_size is not None
+        or request.total <= size
+        or request.cached > 0  # see _NOT_THE_PROMPT
+        or request.multimodal
+        or request.prompt.is_floating_point()
+        or (rotary is not None and request.total > rotary.trained)
+        or any(map(keeps_states, request.stock_cache.layers))
+    )
+    if whole:
+        return request
+    config = copy(config)
+    config.prefill_chunk_size = size
+    return replace(request, generation_config=config, pause=pause)
 
 
 class Prefilled(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,6 +73,7 @@ class Request:
         traced: keep every round and its tree in the statistics.
         windowed: layers with a sliding window may drop what has left it; else the cache holds the whole text.
         timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
+        pause: is called between two pieces of the prompt; None for none.
     """
 
     model: PreTrainedModel
@@ -95,6 +96,7 @@ class Request:
     traced: bool
     windowed: bool
     timed: Collection[str]
+    pause: Callable[[], None] | None = None
 
     @property
     def first_slot(self) -> int:
