@@ -19,12 +19,15 @@ if TYPE_CHECKING:
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.drafters.mtp.drafter import MtpDrafter
     from hf_dart.engine.engine import compile
+    from hf_dart.serve.batcher import Batcher
+    from hf_dart.serve.many import generate_many, iterate_many
     from hf_dart.trees.config import TreeConfig
     from hf_dart.trees.ngram import NgramTable
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "Batcher",
     "DFlashDrafter",
     "DartCandidateGenerator",
     "DartConfig",
@@ -41,11 +44,14 @@ __all__ = [
     "compile",
     "detach",
     "generate",
+    "generate_many",
+    "iterate_many",
     "load_drafter",
     "load_once",
 ]
 
 _HOMES = {
+    "Batcher": "serve.batcher",
     "DartCandidateGenerator": "decoding.candidate_generator",
     "DartConfig": "drafters.dart.configuration",
     "TreeConfig": "trees.config",
@@ -63,6 +69,8 @@ _HOMES = {
     "load_once": "decoding.load_drafter",
     "detach": "decoding.api",
     "generate": "decoding.api",
+    "generate_many": "serve.many",
+    "iterate_many": "serve.many",
 }
 
 

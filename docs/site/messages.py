@@ -20,6 +20,7 @@ ROOMS = {
     "Calls of generate": ("decoding", "errors.py", "view"),
     "Targets": ("models",),
     "Drafters, heads and adapters": ("drafters",),
+    "Many requests at once": ("serve",),
     "Compiled rounds": ("engine",),
     "Trees and n-gram tables": ("trees",),
     "Files of other projects": ("interop",),

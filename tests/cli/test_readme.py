@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from peft import LoraConfig
 from support import tiny
 from support.chats import chat_tokenizer
@@ -173,13 +174,17 @@ def test_readme_is_short() -> None:
 
 def test_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    first, by_default, mixed = blocks(ROOT / "docs" / "use.md")
+    first, by_default, many, mixed = blocks(ROOT / "docs" / "use.md")
     run(first, names, tmp_path)
     assert float(capsys.readouterr().out) > 1
     names["head"].last_stats = None
     run(by_default, names, tmp_path)
     assert names["head"].last_stats.rounds > 0
     assert "generate" not in vars(names["model"])
+    run(many, names, tmp_path)
+    for seed, output in ((7, names["request"].result()), (0, names["outputs"][0])):
+        torch.manual_seed(seed)
+        assert output.equal(names["model"].generate(**names["inputs"], **names["options"]))
     run(mixed, {**names, "model": hf_dart.attach(names["model"])}, tmp_path)
     assert names["head"].last_stats.tau > 1
 

@@ -1,0 +1,1 @@
+"""Many calls of `generate` at once, each with the text that it has alone."""

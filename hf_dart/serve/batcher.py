@@ -1,0 +1,279 @@
+"""`Batcher`: requests that join and leave a running batch between its rounds, each with the text that it has alone."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from threading import Condition, Thread
+from time import perf_counter, thread_time
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_dart.decoding.api import AttachedGenerate, close_call, open_request, requested
+from hf_dart.decoding.feed import in_pieces
+from hf_dart.decoding.finish import break_off
+from hf_dart.decoding.request import Request
+from hf_dart.decoding.seats import Seats
+from hf_dart.decoding.session import Session
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.compatibility import unwrapped
+from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.models.trial import check_verification
+from hf_dart.serve.handle import Handle
+from hf_dart.trees.config import TreeConfig
+
+MAX_TOKENS = 65_536
+"""Tokens that the requests of a batcher may hold together, where nothing else is said."""
+PIECE = 256
+"""Tokens of prompts that are read between two rounds."""
+
+
+@dataclass(eq=False)
+class _Call:
+    """A request and how far it has come; `sent` of its tokens have been shown."""
+
+    request: Request
+    handle: Handle
+    generator: torch.Generator
+    session: Session | None = None
+    sent: int = 0
+
+
+class Batcher:
+    """Batch that requests join and leave between two rounds: `Batcher(model, head).submit(input_ids, seed=0)`.
+
+    Each request writes the text that `torch.manual_seed(seed); model.generate(...)` writes for it alone, whatever
+    joins, leaves, is cancelled or fails beside it ([the guarantee](exactness.md)). The target verifies the drafts of
+    all of them in one forward. Requests are served in the order in which they come: while the first that waits has no
+    room, those after it wait, too. Prompts are read in pieces, with a round of the others in between.
+
+    Rounds run on a thread of the batcher's own, which is there while there are requests. Any thread may submit.
+    torch's default generator is neither read nor moved: each request has a generator of its own.
+
+    Args:
+        model: the target: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
+        drafter: drafts for every request; None takes the default drafter of an attached model, or drafts nothing.
+        seats: requests that run at a time.
+        max_tokens: tokens that they may hold together. Each takes as many as the longest of them may reach, its prompt
+            and `max_new_tokens`.
+
+    Raises:
+        TypeError: `model` is no model, or `drafter` no drafter of ours.
+        ValueError: the model cannot verify trees, the drafter was made for another one, or a bound is not positive.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        drafter: Drafter[Any] | None = None,
+        *,
+        seats: int = 8,
+        max_tokens: int = MAX_TOKENS,
+    ) -> None:
+        for name, value in (("seats", seats), ("max_tokens", max_tokens)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r:.100}; give a number from 1 on.")
+        self._model = unwrapped(model)
+        own = vars(self._model).get("generate")
+        default = own.default if isinstance(own, AttachedGenerate) else None
+        self._drafter = drafter or default or LookupDrafter(TreeConfig(nodes=1, draft_cost=0.0))
+        check_verification(self._model)
+        self.max_tokens = max_tokens
+        self._seats = Seats(seats)
+        self._waiting: deque[_Call] = deque()
+        self._running: list[_Call] = []
+        self._reading: _Call | None = None
+        self._changed = Condition()  # around all that submit, close and the thread share
+        self._thread: Thread | None = None
+        self._closed = False
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the target's prompts."""
+        return self._model.device
+
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a seat."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Number of requests that are being read or written."""
+        return len(self._running) + (self._reading is not None)
+
+    def submit(
+        self,
+        input_ids: Tensor | Sequence[int],
+        generation_config: Any = None,
+        *,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Handle:
+        """Ask for the text that `model.generate(input_ids, generation_config, **options)` writes.
+
+        Args:
+            input_ids: [1, P] or [P] token ids of one prompt.
+            generation_config: as for `generate`.
+            seed: of the tokens that are drawn: those of `torch.manual_seed(seed)`. None chooses one, which
+                `Handle.seed` tells.
+            options: all others of `generate`, such as `max_new_tokens`, `do_sample`, `logits_processor`,
+                `stopping_criteria`, `stop_strings` with `tokenizer`, and `tree_config`. Processors and criteria run on
+                the thread of the rounds; those that keep state between calls serve one request each.
+
+        Returns:
+            The request, whose tokens and output come as they are known.
+
+        Raises:
+            RuntimeError: the batcher has been closed.
+            TypeError, ValueError: the request was refused: for what `generate` refuses with a drafter; for several
+                rows, or collected hidden states; or because it may hold more than `max_tokens`.
+        """
+        ids = torch.as_tensor(input_ids, device=None if isinstance(input_ids, Tensor) else self.device)
+        ids = ids[None] if ids.ndim == 1 else ids
+        request = requested(self._model, ids, generation_config, assistant=self._drafter, **options)
+        if request.most > self.max_tokens:
+            raise ValueError(
+                f"This request may hold {request.most} tokens, {request.total} of its prompt and the new ones, and "
+                f"max_tokens is {self.max_tokens}; give a smaller max_new_tokens, or a Batcher with more of them."
+            )
+        handle = Handle(secrets.randbits(63) if seed is None else seed)
+        call = _Call(request, handle, torch.Generator(request.input_ids.device).manual_seed(handle.seed))
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("This Batcher has been closed; make another one.")
+            self._waiting.append(call)
+            if self._thread is None:
+                self._thread = Thread(target=self._work, name="hf_dart.Batcher")
+                self._thread.start()
+        return handle
+
+    def close(self, cancel: bool = False) -> None:
+        """Take no more requests, and return when all are done.
+
+        Args:
+            cancel: cancel those that are not done.
+        """
+        with self._changed:
+            self._closed = True
+            calls = [*self._waiting, *self._running, *filter(None, [self._reading])]
+            thread = self._thread
+        for call in calls if cancel else ():
+            call.handle.cancel()
+        if thread is not None:
+            thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.close(cancel=kind is not None)
+
+    # ---- on the thread of the rounds ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def _work(self) -> None:
+        """Run rounds while there are requests."""
+        while True:
+            with self._changed:
+                if not self._waiting and not self._running:
+                    self._thread = None
+                    return
+            read = 0
+            while read < PIECE and (call := self._next()) is not None:
+                self._begin(call)
+                read += call.request.total % PIECE  # rounds have been run after whole pieces
+            self._round()
+
+    def _next(self) -> _Call | None:
+        """Take the first request that waits, if there is room for it."""
+        with self._changed:
+            while self._waiting and self._waiting[0].handle.cancelled():
+                self._waiting.popleft()
+            if not self._waiting or not self._seats.free:
+                return None
+            longest = max(call.request.most for call in [self._waiting[0], *self._running])
+            if self._running and longest * (len(self._running) + 1) > self.max_tokens:
+                return None
+            self._reading = self._waiting.popleft()
+            return self._reading
+
+    def _begin(self, call: _Call) -> None:
+        """Read the prompt of a request and let it take a seat."""
+        paused = [0.0, 0.0]
+
+        def pause() -> None:
+            before = perf_counter(), thread_time()
+            self._round()
+            paused[0] += perf_counter() - before[0]
+            paused[1] += thread_time() - before[1]
+            if call.handle.cancelled():
+                raise CancelledError
+
+        try:
+            session = open_request(in_pieces(call.request, PIECE, pause), call.generator)
+            stats = session.stats
+            stats.seconds["prefill"] -= paused[0]
+            stats.processor_seconds["prefill"] -= paused[1]
+            call.session, call.handle.stats = session, stats
+            self._show(call)
+            if session.rows.finished:
+                self._end(call, None)
+            else:
+                self._seats.take(session)
+                self._running.append(call)
+        except BaseException as failure:
+            self._end(call, failure)
+        finally:
+            self._reading = None
+
+    def _round(self) -> None:
+        """Run a round of all requests that have a seat, and let those go that are done."""
+        for call in [call for call in self._running if call.handle.cancelled()]:
+            self._leave(call, CancelledError())
+        ended: dict[int, BaseException | None]
+        try:
+            ended = {id(session): failure for session, failure in self._seats.round()}
+        except BaseException as failure:  # of the forward that they share
+            self._seats = Seats(self._seats.size)
+            ended = {id(call.session): failure for call in self._running}
+        for call in [*self._running]:
+            self._show(call)
+            if id(call.session) in ended:
+                self._running.remove(call)
+                self._end(call, ended[id(call.session)])
+
+    def _leave(self, call: _Call, why: BaseException) -> None:
+        """Let a request go before its end."""
+        assert call.session is not None
+        self._running.remove(call)
+        self._seats.leave(call.session)
+        self._end(call, why)
+
+    def _show(self, call: _Call) -> None:
+        """Show the tokens that are new."""
+        assert call.session is not None
+        rows = call.session.rows
+        text = rows.tokens[0]
+        new = text[len(text) - rows.emitted[0] + call.sent :]
+        if new:
+            call.sent += len(new)
+            call.handle.put(new)
+
+    def _end(self, call: _Call, failure: BaseException | None) -> None:
+        """Hand out the output of a request, or the error that ended it."""
+        output = None
+        try:
+            if call.session is not None and failure is None:
+                output = close_call(call.session)
+            elif call.session is not None:
+                break_off(call.session)
+        except BaseException as another:
+            failure = failure or another
+        call.handle.end(output, failure)

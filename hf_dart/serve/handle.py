@@ -1,0 +1,69 @@
+"""`Handle`: the tokens of one request as they come, and its output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, InvalidStateError
+from threading import Condition
+from typing import Any
+
+from hf_dart.decoding.stats import DraftStats
+
+
+class Handle(Future[Any]):
+    """One request to a [`Batcher`]: a `concurrent.futures.Future` of its output, and an iterable of its tokens.
+
+    `result(timeout=None)` waits and returns what `model.generate` returns for this request alone: token ids [1, P + T],
+    or with `return_dict_in_generate=True` a [`DartGenerateOutput`]; it raises the error that ended the request.
+    `cancel()` takes the request back at any time before its end: its seat is free before the next round. `done()`,
+    `cancelled()`, `exception(timeout=None)` and `add_done_callback(function)` are those of every future, so that
+    `asyncio.wrap_future` takes it, too. Callbacks run on the thread of the rounds.
+
+    Iterate over it for its tokens, each as soon as it is known: plain ints, from the first one after the prompt on. The
+    iterator ends where the text does, and raises where `result` would. Each iterator begins at the first token.
+
+    Attributes:
+        seed: of the tokens that are drawn.
+        tokens: generated so far; also those of a request that failed or was cancelled.
+        stats: what was drafted so far, a [`DraftStats`]; None until the prompt has been read.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed = seed
+        self.tokens: list[int] = []
+        self.stats: DraftStats | None = None
+        self._news = Condition()
+        self.add_done_callback(lambda _: self.put([]))
+
+    def __iter__(self) -> Iterator[int]:
+        sent = 0
+        while True:
+            new = self._after(sent)
+            if not new:
+                self.result()
+                return
+            sent += len(new)
+            yield from new
+
+    def _after(self, sent: int) -> list[int]:
+        """Wait for tokens after the first `sent` ones; none come where the request has ended."""
+        with self._news:
+            self._news.wait_for(lambda: len(self.tokens) > sent or self.done())
+            return self.tokens[sent:]
+
+    def put(self, tokens: list[int]) -> None:
+        """Show these tokens, and wake whoever waits. For the [`Batcher`] alone, as is `end`."""
+        with self._news:
+            self.tokens += tokens
+            self._news.notify_all()
+
+    def end(self, output: Any, failure: BaseException | None = None) -> None:
+        """Set the output, or the error that ended the request, unless it has been cancelled meanwhile."""
+        try:
+            if failure is None:
+                self.set_result(output)
+            else:
+                self.set_exception(failure)
+        except InvalidStateError:
+            assert self.cancelled()

@@ -1,0 +1,281 @@
+"""Requests of a batcher: each writes what `generate` writes for it alone, whatever comes, goes or fails beside it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from support.families import needs_running_states
+from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
+from support.users import TOKENIZER, OwnError
+from transformers import LogitsProcessor
+
+from hf_dart import Batcher, LookupDrafter, attach
+from hf_dart.models.verify import Verifier
+from hf_dart.serve import batcher as batcher_module
+from hf_dart.serve.handle import Handle
+
+DRAFTERS: dict[str, Callable[[Any], Any]] = {
+    "head": tiny_head,
+    "eagle": tiny_eagle_drafter,
+    "lookup": lambda _: LookupDrafter(),
+    "none": lambda _: None,
+}
+
+
+class Fails(LogitsProcessor):
+    """Raises at a length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] >= self.length:
+            raise OwnError
+        return scores
+
+
+class Scheduled(Batcher):
+    """A batcher that does things before some of its rounds, on the thread that runs them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.rounds = 0
+        self.schedule: dict[int, list[Callable[[], None]]] = defaultdict(list)
+        self.most_at_once = 0
+
+    def _round(self) -> None:
+        self.rounds += 1
+        for action in self.schedule.pop(self.rounds, []):
+            action()
+        super()._round()
+        self.most_at_once = max(self.most_at_once, self.running)
+
+
+@dataclass
+class Drawn:
+    """A request: when it comes, and after how many rounds it is cancelled, if it is."""
+
+    inputs: dict[str, torch.Tensor]
+    options: dict[str, Any]
+    seed: int
+    comes: int
+    stays: int | None
+    fails: bool
+
+
+def draw(random: Random, number: int) -> Drawn:
+    length = random.choice([1, 3, 7, 12, 20, 33])
+    options: dict[str, Any] = {"do_sample": random.random() < 0.7, "max_new_tokens": random.choice([1, 6, 14, 30])}
+    if options["do_sample"]:
+        options |= random.choice([{"top_k": 0}, {"top_k": 0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}])
+    elif random.random() < 0.3:
+        options |= {"return_dict_in_generate": True, "output_scores": True}
+    options |= random.choice([{}, {"eos_token_id": [3, 11], "pad_token_id": 0}, {"repetition_penalty": 1.3}])
+    options |= random.choice([{}, {}, {}, {"stop_strings": ["q", "xy", "B"], "tokenizer": TOKENIZER}])
+    fails = not options["do_sample"] and random.random() < 0.2
+    if fails:
+        options["logits_processor"] = [Fails(length + random.randint(0, 8))]
+    stays = random.choice([None, None, None, 0, 1, 4])
+    return Drawn(prompts([length], seed=number), options, number, random.randint(1, 25), stays, fails)
+
+
+def stocks(target: Any, request: Drawn) -> Any:
+    torch.manual_seed(request.seed)
+    return type(target).generate(target, **request.inputs, **request.options)
+
+
+def run(batcher: Scheduled, requests: list[Drawn]) -> list[Handle]:
+    """Submit all of them, each before the round in which it comes."""
+    handles: dict[int, Handle] = {}
+
+    def submit(number: int) -> None:
+        one = requests[number]
+        handles[number] = batcher.submit(**one.inputs, **one.options, seed=one.seed)
+        if one.stays is not None:
+            batcher.schedule[batcher.rounds + 1 + one.stays].append(handles[number].cancel)
+
+    for number, request in enumerate(requests):
+        batcher.schedule[request.comes].append(partial(submit, number))
+    while len(handles) < len(requests):
+        first = min(batcher.schedule)  # nothing runs now: go on at the next thing to do
+        for action in batcher.schedule.pop(first):
+            action()
+        while (thread := batcher._thread) is not None:
+            thread.join()
+    batcher.close()
+    return [handles[number] for number in range(len(requests))]
+
+
+def check(target: Any, request: Drawn, handle: Handle) -> None:
+    """The request has its own text, as far as it came."""
+    if request.fails:
+        request.options.pop("logits_processor")
+    wanted = stocks(target, request)
+    ids = wanted if isinstance(wanted, torch.Tensor) else wanted.sequences
+    text = ids[0, request.inputs["input_ids"].shape[1] :].tolist()
+    assert handle.tokens == text[: len(handle.tokens)]
+    if handle.cancelled():
+        assert request.stays is not None
+        with pytest.raises(CancelledError):
+            list(handle)
+    elif (failure := handle.exception()) is not None:
+        assert request.fails
+        assert isinstance(failure, OwnError)
+    else:
+        found = handle.result()
+        assert [*handle] == text
+        assert torch.equal(found if isinstance(found, torch.Tensor) else found.sequences, ids)
+        if not isinstance(wanted, torch.Tensor):
+            for mine, stocks_own in zip(found.scores, wanted.scores, strict=True):
+                torch.testing.assert_close(mine, stocks_own, rtol=1e-5, atol=1e-5)
+            assert found.draft_stats is handle.stats
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 12))])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama",
+        pytest.param("gemma3", marks=pytest.mark.matrix),
+        pytest.param("gpt2", marks=pytest.mark.matrix),
+        pytest.param("mixtral", marks=pytest.mark.matrix),
+        pytest.param("qwen3_5", marks=[pytest.mark.matrix, needs_running_states]),
+    ],
+)
+def test_each_writes_what_it_writes_alone(
+    family: str, drafter: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batcher_module, "PIECE", 5)
+    random, target = Random(f"{seed} {drafter}"), tiny_target(family)
+    seats = random.choice([2, 3, 5])
+    batcher = Scheduled(target, DRAFTERS[drafter](target), seats=seats, max_tokens=random.choice([64, 150, 1000]))
+    requests = [draw(random, 100 * seed + number) for number in range(14)]
+    before = torch.get_rng_state()
+    handles = run(batcher, requests)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert batcher.most_at_once > 1
+    assert (batcher.running, batcher.waiting) == (0, 0)
+    for request, handle in zip(requests, handles, strict=True):
+        check(target, request, handle)
+    if drafter == "head":
+        done = [handle.stats for handle in handles if handle.stats is not None]
+        assert sum(stats.tokens for stats in done) > 1.3 * sum(stats.row_rounds for stats in done)
+
+
+def test_threads_that_submit_at_the_same_time() -> None:
+    target = tiny_target("llama")
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 12}
+    found: dict[int, torch.Tensor] = {}
+    with Batcher(target, tiny_head(target), seats=3) as batcher:
+
+        def client(name: int) -> None:
+            for number in range(name, 20, 4):
+                handle = batcher.submit(**prompts([4 + number], seed=number), **options, seed=number)
+                torch.rand(3)  # a user's own draws do not matter
+                list(handle)
+                found[number] = handle.result(timeout=60)
+
+        clients = [Thread(target=client, args=(name,)) for name in range(4)]
+        for one in clients:
+            one.start()
+        for one in clients:
+            one.join()
+    for number in range(20):
+        torch.manual_seed(number)
+        wanted = type(target).generate(target, **prompts([4 + number], seed=number), **options)
+        assert torch.equal(found[number], wanted)
+
+
+def test_first_come_first_served() -> None:
+    """A small request does not overtake one that waits for room."""
+    target, order = tiny_target("llama"), list[str]()
+    batcher = Scheduled(target, tiny_head(target), seats=4, max_tokens=100)
+    sizes = {"first": 40, "second": 80, "third": 4}
+
+    def submit() -> None:
+        for name, size in sizes.items():
+            handle = batcher.submit(**prompts([5]), do_sample=False, max_new_tokens=size)
+            handle.add_done_callback(lambda _, name=name: order.append(name))
+
+    batcher.schedule[1].append(submit)
+    batcher.submit(**prompts([5]), do_sample=False, max_new_tokens=9).result()
+    batcher.close()
+    assert order == [*sizes]
+
+
+def test_refusals() -> None:
+    target = tiny_target("llama")
+    batcher = Batcher(target, tiny_head(target), max_tokens=50)
+    for options, words in (
+        ({"num_beams": 2}, "leave out num_beams=2"),
+        ({"num_return_sequences": 2, "do_sample": True}, "has 2 rows"),
+        ({"max_new_tokens": 46}, "may hold 51 tokens, 5 of its prompt"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "collects hidden states"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            batcher.submit(**prompts([5]), **{"max_new_tokens": 9, **options})
+    assert batcher._thread is None
+    batcher.close()
+    with pytest.raises(RuntimeError, match="make another one"):
+        batcher.submit([3, 4])
+    with pytest.raises(ValueError, match="seats is 0"):
+        Batcher(target, seats=0)
+
+
+def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that shared it fail; those that come later do not."""
+    target, own = tiny_target("llama"), Verifier.__call__
+    batcher = Scheduled(target, tiny_head(target))
+
+    def verify(self: Verifier, *args: Any) -> Any:
+        if batcher.rounds == 2:
+            raise MemoryError("gone")
+        return own(self, *args)
+
+    monkeypatch.setattr(Verifier, "__call__", verify)
+    options = {"do_sample": False, "max_new_tokens": 30}
+    handles = []
+    batcher.schedule[1].append(lambda: handles.append(batcher.submit(**prompts([4]), **options)))
+    handles.append(batcher.submit(**prompts([5]), **options))
+    for handle in handles:
+        with pytest.raises(MemoryError):
+            handle.result(timeout=60)
+    assert len(handles) == 2
+    later = batcher.submit(**prompts([5]), **options)
+    batcher.close()
+    assert torch.equal(later.result(), type(target).generate(target, **prompts([5]), **options))
+
+
+def test_closing_cancels_what_is_not_done() -> None:
+    target = attach(tiny_target("llama"))
+    handles = []
+
+    def broken() -> None:
+        with Batcher(target, seats=1) as batcher:
+            handles.extend(batcher.submit(**prompts([5]), do_sample=False, max_new_tokens=3000) for _ in range(3))
+            raise OwnError
+
+    with pytest.raises(OwnError):
+        broken()
+    assert len(handles) == 3
+    assert all(handle.cancelled() for handle in handles)
+
+
+def test_the_default_drafter_of_an_attached_model() -> None:
+    target = tiny_target("llama")
+    attach(target, tiny_head(target))
+    with Batcher(target) as batcher:
+        handle = batcher.submit([3, 4, 5], do_sample=False, max_new_tokens=20)
+        handle.result()
+    assert handle.stats is not None
+    assert handle.stats.drafted > 0
