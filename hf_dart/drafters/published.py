@@ -12,12 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.compatibility import check_compatible
-from hf_dart.drafters.trained import adopted
 from hf_dart.hub.checkpoint import weight_shapes
-from hf_dart.hub.download import head_config, published_license, weight_files
+from hf_dart.hub.download import published_license, weight_files
 from hf_dart.interop.eagle3 import JOINED, Published, eagle3_format, read_published, read_weights
 from hf_dart.interop.original_dart import original_format
-from hf_dart.models.devices import as_dtype, weight_of
+from hf_dart.models.devices import weight_of
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import vocabulary_hash
 
@@ -25,21 +24,22 @@ from hf_dart.models.tokenizers import vocabulary_hash
 def load_published(
     drafter_class: Any,
     path: str,
+    content: dict[str, Any],
     target: PreTrainedModel | None,
     tokenizer: Any,
     *,
     read: Callable[..., Published] = read_published,
     fields_of: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     layers: Callable[[str], str] = str,
-    dtype: torch.dtype | str | None = None,
     **where: Any,
 ) -> Any:
-    """Return a drafter of ours with the weights of a published head, bound to its target.
+    """Return a drafter of ours with the weights of a published head, for a target that it fits.
 
     Args:
         drafter_class: an `EagleDrafter` or a `DartHead`.
         path: a folder or a Hub repository.
-        target, tokenizer, dtype, where: as for `TrainedDrafter.from_pretrained`.
+        content: of its config.json.
+        target, tokenizer, where: as for `TrainedDrafter.from_pretrained`.
         read: what its config.json says, as `read_published` or `read_original` read it.
         fields_of: from the fields that are read to those of the drafter's config.
         layers: from the name of a weight of the drafter to that in a network with `layers.N`.
@@ -48,7 +48,6 @@ def load_published(
         ValueError: the head does not fit the target, or the files are not those of one; the message says what differs.
         OSError: there are no such files, or the Hub does not give them.
     """
-    content, _ = head_config(path, **where)
     if target is None:
         found = original_format(content) or eagle3_format(content) or JOINED
         raise ValueError(
@@ -72,10 +71,9 @@ def load_published(
         del weights["embed_tokens.weight"], names["embed_tokens.weight"]
         drafter.embed_tokens, drafter.reads_rows, config.embeddings = None, True, "table"
     drafter.load_state_dict({name: weights[there] for name, there in names.items()}, assign=True)
-    saved = weights["fc.weight"].dtype
     config.target_name = own_name or config.target_name
     note_origin(config, path, **where)
-    return adopted(drafter.to(saved), path, target, tokenizer, as_dtype(dtype))
+    return drafter.to(weights["fc.weight"].dtype)
 
 
 def note_origin(config: Any, path: str, **where: Any) -> Any:

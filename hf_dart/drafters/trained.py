@@ -276,16 +276,23 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         content, commit = head_config(path, **where)
         if commit is not None:
             where["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
-        if content.get("model_type") != cls.config_class.model_type:
-            published = cls._from_published(path, content, target, tokenizer, dtype=wanted, **where)
-            return published._with_table(ngram)
-        refuse_fields(path, content, cls.config_class)
+        if content.get("model_type") == cls.config_class.model_type:
+            refuse_fields(path, content, cls.config_class)
+            with refused(f"The config.json in {path}", "give files of one save_pretrained"):
+                config = cls.config_class.from_dict(content) if config is None else config
+            drafter = cls._of_files(path, config, **where)
+        else:
+            drafter = cls._of_published(path, content, target, tokenizer, **where)
+        return adopted(drafter, path, target, tokenizer, wanted)._with_table(ngram)
+
+    @classmethod
+    def _of_files(cls, path: str, config: Any, **where: Any) -> Self:
+        """Return a drafter of this config with the weights in `path`, bound to no target."""
         if optional_file(path, ADAPTER_CONFIG, **where) is not None:
             raise ValueError(f"{path} holds an adapter ({ADAPTER_CONFIG}); give the folder of a {cls.described_as}.")
         missing = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
         files = weight_files(path, missing, **where)
         with refused(f"The config.json in {path}", "give files of one save_pretrained"), torch.device("meta"):
-            config = cls.config_class.from_dict(content) if config is None else config
             if vars(config).get("num_layers", 1) > len(weight_shapes(files, path)):
                 raise ValueError(f"num_layers is {config.num_layers}, and there are fewer weights")
             drafter = cls(config)  # on no device: sizes come from a file
@@ -294,13 +301,13 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         shapes = {name: tuple(weight.shape) for name, weight in own.items() if name not in left_out}
         weights = read_tensors(files, path, shapes, dtypes={"draft_vocabulary": torch.int64})
         drafter.load_state_dict({**weights, **{name: torch.empty(own[name].shape) for name in left_out}}, assign=True)
-        return adopted(drafter, path, target, tokenizer, wanted)._with_table(ngram)
+        return drafter
 
     @classmethod
-    def _from_published(
-        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
+    def _of_published(
+        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
     ) -> Self:
-        """Load a checkpoint in another format, recognised by its config.json (`content`); here, refuse it."""
+        """Read a checkpoint in another format, recognised by its config.json (`content`); here, refuse it."""
         registered()  # so that all kinds are known
         kind = kind_of(content.get("model_type"))
         if kind is not None:

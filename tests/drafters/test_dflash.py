@@ -200,7 +200,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         ZLAB, {"architectures": ["DFlash2DraftModel"], "dflash_config__conv_group_size": 7}, "conv_group_size"
     ),
     "an adapter between widths": (ZLAB, {"dflash_config__target_hidden_size": 64}, "target_hidden_size"),
-    "no architecture": (ZLAB, {"architectures": None}, "architectures None"),
+    "no architecture": (ZLAB, {"architectures": None}, "no config.json of a DFlash drafter"),
     "another backbone": (ZLAB, {"model_type": "llama"}, 'model_type: "llama"'),
     "domino": (ZLAB, {"dflash_config__projector_type": "domino"}, "projector_type"),
     "latent attention": (ZLAB, {"dflash_config__attention_mode": "mla"}, "attention_mode"),

@@ -132,15 +132,15 @@ class DartHead(DartModel):
         return head._with_table(ngram)
 
     @classmethod
-    def _from_published(
-        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
+    def _of_published(
+        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
     ) -> Self:
-        """Load a head in the format of DART's code, whose config.json holds `content`, or a P-EAGLE head."""
+        """Read a head in the format of DART's code, whose config.json holds `content`, or a P-EAGLE head."""
         if is_peagle(content):
-            return load_published(cls, path, target, tokenizer, fields_of=_peagle_fields, **kwargs)
+            return load_published(cls, path, content, target, tokenizer, fields_of=_peagle_fields, **where)
         if original_format(content) is not None:
-            return load_published(cls, path, target, tokenizer, read=read_original, **kwargs)
-        return super()._from_published(path, content, target, tokenizer, **kwargs)
+            return load_published(cls, path, content, target, tokenizer, read=read_original, **where)
+        return super()._of_published(path, content, target, tokenizer, **where)
 
     def bind(self, target: PreTrainedModel, tokenizer: Any = None) -> Self:
         """Draft for `target` from now on, through its embeddings and LM head.

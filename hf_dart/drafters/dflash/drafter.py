@@ -12,10 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
-from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -29,13 +28,12 @@ from hf_dart.drafters.dflash.modeling import DFlashLayer, selector_of
 from hf_dart.drafters.layers import memory, rotation_by
 from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.trained import TrainedDrafter, adopted
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import refused, weight_shapes
-from hf_dart.hub.download import head_config, refuse_fields, weight_files
+from hf_dart.hub.download import weight_files
 from hf_dart.interop.dflash import dflash_format
 from hf_dart.interop.weights import read_weights, renamed, vocabulary_maps
-from hf_dart.models.devices import as_dtype, rows_of
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import tokenizer_beside
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
@@ -77,49 +75,30 @@ class DFlashDrafter(TrainedDrafter):
         self.post_init()
 
     @classmethod
-    def from_pretrained(
-        cls,
-        path: str,
-        *,
-        target: PreTrainedModel | None = None,
-        tokenizer: Any = None,
-        dtype: torch.dtype | str | None = None,
-        **where: Any,
-    ) -> DFlashDrafter:
-        """Load a drafter; with `target=` also check that it fits, move it there and attach it.
+    def _of_published(
+        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
+    ) -> Self:
+        """Read a drafter as it was published."""
+        if dflash_format(content) is None:
+            return super()._of_published(path, content, target, tokenizer, **where)
+        config = note_origin(DFlashConfig.of(content), path, **where)
+        for name, value in ({} if target is None else told_of(target)).items():
+            setattr(config, name, value)
+        return cls._of_files(path, config, **where)
 
-        Args:
-            path: a folder or a Hub repository with the config.json and the safetensors of a DFlash drafter, published
-                or written by `save_pretrained`.
-            target: the model to draft for; without it `bind` has to be called before drafting.
-            tokenizer: the target's tokenizer, to be asked whether the mask token is in use. Left out, it is looked up
-                in the folder of the target's weights, if on this machine.
-            dtype: of the drafter; the target's if left out, "auto" is that of the files.
-            where: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`.
-
-        Raises:
-            ValueError: the drafter does not fit the target, or the files are not those of one; the message says
-                what differs.
-            OSError: there are no such files, or the Hub does not give them.
-        """
-        content, commit = head_config(path, **where)
-        if not content:
-            raise OSError(f"{path} holds no config.json; give the folder or the Hub repository of a drafter.")
-        if commit is not None:
-            where["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
-        config = _config(path, content, **where)
-        with torch.device("meta"):  # nothing is allocated by what a config says alone
-            drafter = cls(config)
-        shape = drafter.shape
-        files = weight_files(path, **where)
-        stored = weight_shapes(files, path)
-        theirs = {name: _published_name(name, shape.names, stored) for name in drafter.state_dict()}
-        shapes = {name: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+    @classmethod
+    def _of_files(cls, path: str, config: DFlashConfig, **where: Any) -> Self:
+        """Return a drafter of this config; its weights have the names of their own format, ours or not."""
+        with refused(f"The config.json in {path}", "fetch it again"), torch.device("meta"):
+            drafter = cls(config)  # nothing is allocated by what a config says alone
+        shape, files = drafter.shape, weight_files(path, **where)
+        stored, own = weight_shapes(files, path), drafter.state_dict()
+        drafter._names = {name: _published_name(name, shape.names, stored) for name in own}
         weights = read_weights(
             files,
             path,
-            theirs,
-            shapes,
+            drafter._names,
+            {name: tuple(tensor.shape) for name, tensor in own.items()},
             vocab_size=shape.vocab_size,
             draft_vocab_size=shape.draft_vocab_size,
             per_token=_PER_TOKEN,
@@ -127,13 +106,9 @@ class DFlashDrafter(TrainedDrafter):
         )
         drafter.draft_vocabulary = weights.pop("draft_vocabulary", None)
         drafter.load_state_dict(weights, assign=True, strict=False)
-        drafter.requires_grad_(False)
-        drafter._names = theirs
-        for name, value in ({} if target is None else told_of(target)).items():
-            setattr(config, name, value)
-        return adopted(drafter, path, target, tokenizer, as_dtype(dtype))
+        return drafter.requires_grad_(False)
 
-    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
         """Write the drafter in our format: its published config.json with what is known of its target, and weights.
 
         Raises:
@@ -141,17 +116,10 @@ class DFlashDrafter(TrainedDrafter):
         """
         if not self._names:
             raise ValueError("This DFlash drafter was made, not loaded; only what was published can be saved.")
-        tensors = {
-            self._names[name]: tensor.detach().cpu().clone()
-            for name, tensor in self.state_dict().items()
-            if name in self._names
-        }
+        named = {self._names[name]: tensor for name, tensor in self.state_dict().items() if name in self._names}
         if self.draft_vocabulary is not None:
-            tensors |= vocabulary_maps(self.draft_vocabulary, self.config.vocab_size)
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        self.config.save_pretrained(folder)
+            named |= vocabulary_maps(self.draft_vocabulary, self.config.vocab_size)
+        super().save_pretrained(save_directory, state_dict=named, **kwargs)
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
         super()._check_compatible(target, tokenizer)
@@ -190,17 +158,15 @@ class DFlashDrafter(TrainedDrafter):
     # ---- the pass -----------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] to rows of the target's embedding table [..., H], without the target's norms and factors."""
-        rows = rows_of(self.shared.embeddings, tokens) * self.shape.embedding_scale
-        return rows.to(self.fc.weight)
+        """Token ids [...] to rows of the target's embedding table [..., H], times a factor of the drafter's own."""
+        return super().embed(tokens) * self.shape.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] to logits [..., V] of the target's LM head, or [..., M] of the drafter's own."""
+        logits = super().logits(hidden)
         if self.lm_head is not None:
-            return self.lm_head(hidden)
-        lm_head, cap = self.shared.lm_head, self.shape.logit_cap
-        dtype = lm_head.weight.dtype
-        logits = lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden) * self.shape.logit_scale
+            return logits
+        logits, cap = logits * self.shape.logit_scale, self.shape.logit_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # ---- drafting -----------------------------------------------------------------------------------
@@ -252,15 +218,6 @@ class DFlashDrafter(TrainedDrafter):
         end = state.longest + entries
         state.store.reserve(end)
         return positions, state.longest if len(positions) == 1 else positions, end
-
-
-def _config(path: str, content: dict[str, Any], **where: Any) -> DFlashConfig:
-    """Return the config of a drafter, whose config.json holds `content`, published or ours."""
-    if content.get("model_type") != DFlashConfig.model_type:
-        return note_origin(DFlashConfig.of(content), path, **where)
-    refuse_fields(path, content, DFlashConfig)
-    with refused(f"The config.json in {path}", "fetch it again"):
-        return DFlashConfig.from_dict(content)
 
 
 def _check_mask_token(token: int, tokenizer: Any) -> None:

@@ -88,14 +88,14 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         self.post_init()
 
     @classmethod
-    def _from_published(
-        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
+    def _of_published(
+        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
     ) -> Self:
-        """Load an EAGLE head of another project (`hf_dart.interop.eagle3`)."""
-        place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        """Read an EAGLE head of another project (`hf_dart.interop.eagle3`)."""
+        place = {name: where[name] for name in HUB_OPTIONS if name in where}
         if _reads(content) is None and eagle1_format(content, partial(tensor_names, path, **place)) is None:
-            return super()._from_published(path, content, target, tokenizer, **kwargs)
-        return load_published(cls, path, target, tokenizer, layers=eagle_layers, **kwargs)
+            return super()._of_published(path, content, target, tokenizer, **where)
+        return load_published(cls, path, content, target, tokenizer, layers=eagle_layers, **where)
 
     def passes(self, depth: int) -> int:
         return depth
