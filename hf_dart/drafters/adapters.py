@@ -10,29 +10,22 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import (
-    PeftConfig,
-    get_peft_model_state_dict,
-    inject_adapter_in_model,
-    set_peft_model_state_dict,
-)
+from peft import PeftConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.dart.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.drafters.trained import TrainedDrafter, attach_to
 from hf_dart.errors import missing_folder
-from hf_dart.hub.checkpoint import refused
+from hf_dart.hub.checkpoint import headers, refused
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
 from hf_dart.interop.lora_config import lora_of
 from hf_dart.models.devices import as_dtype
@@ -58,24 +51,18 @@ def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
             f"add_adapter takes a config of PEFT, not {config!r:.100}; give peft.LoraConfig(r=16), for example."
         )
     copied = head.config.copied_layer is not None
-    base, revision = (None, None) if copied else _base_of(head)
-    if name in peft_configs(head):
-        raise ValueError(f"This head has an adapter {name!r} already; give another name.")
+    config.base_model_name_or_path, config.revision = (None, None) if copied else _base_of(head)
     if config.target_modules is None:
         config.target_modules = [*LAYERS] if copied else [*LAYERS, "fc"]
-    parts = {one for module, _ in head.named_modules() for one in [module.rpartition(".")[2]]}
+    paths = [path for path, _ in head.named_modules()]
     if config.modules_to_save is None or copied:
-        wanted = _NEW if copied else ("mask_slot",)
-        config.modules_to_save = sorted({*(config.modules_to_save or ()), *(one for one in wanted if one in parts)})
+        parts = {path.rpartition(".")[2] for path in paths} & {*(_NEW if copied else ("mask_slot",))}
+        config.modules_to_save = sorted({*(config.modules_to_save or ()), *parts})
     named = [*config.modules_to_save, *([] if isinstance(config.target_modules, str) else config.target_modules)]
-    unknown = [one for one in named if not _matches(head, one)]
-    if unknown:
-        raise ValueError(
-            f"This head has no module {unknown[0]!r}; those that take LoRA are {', '.join(LAYERS)} and fc."
-        )
-    config.base_model_name_or_path, config.revision = base, revision
+    for one in named:
+        if not any(path == one or path.endswith(f".{one}") for path in paths):
+            raise ValueError(f"This head has no module {one!r}; those that take LoRA are {', '.join(LAYERS)} and fc.")
     _inject(head, config, name, f"The config of adapter {name!r}", seed)
-    head.set_adapter(name)
 
 
 def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
@@ -84,69 +71,67 @@ def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
     Raises:
         ValueError: it does not lie there as it is now, or adapters cannot name the place.
     """
-    name, subfolder = head.name_or_path, head._place.get("subfolder") or ""
-    if not name:
-        raise ValueError(
-            "This head is in no folder, so an adapter alone could never be loaded again; save_pretrained the trained "
-            "head first (LoRA on an untrained one learns little), or make it with copy_layer=."
-        )
-    folder = Path(name, subfolder)
-    if not folder.is_dir():
-        if missing_folder(name) or Path(name).is_dir():
-            raise ValueError(f"The folder of this head, {folder}, is not there any more; save_pretrained it again.")
-        if subfolder:
+    name, subfolder = head.name_or_path, head._place.get("subfolder")
+    folder = Path(name, subfolder or "")
+    if name and folder.is_dir():
+        if not peft_configs(head) and not same_fingerprint(base_fingerprint(head), _fingerprint_in(folder, head)):
             raise ValueError(
-                f"This head is in the subfolder {subfolder} of {name}, which an adapter cannot name; save_pretrained "
-                "it to a folder of its own first."
+                f"This head has other weights than the one in {folder}, where its adapter would look for it; "
+                "save_pretrained it first."
             )
-        return name, head._place.get("revision")
-    if not peft_configs(head) and not same_fingerprint(base_fingerprint(head), _fingerprint_in(folder, head)):
+        return str(folder.resolve()), None
+    if not name or subfolder or missing_folder(name):
         raise ValueError(
-            f"This head has other weights than the one in {folder}, where its adapter would look for it; "
-            "save_pretrained it first."
+            "This head is in no folder or repository by whose name its adapter could be loaded again; save_pretrained "
+            "the trained head first (LoRA on an untrained one learns little), or make it with copy_layer=."
         )
-    return str(folder.resolve()), None
+    return name, head._place.get("revision")
 
 
 def _fingerprint_in(folder: Path, head: TrainedDrafter) -> list[float]:
     """Fingerprint of the weights in a folder, as `base_fingerprint(head)` makes it; missing ones are left out."""
     names = ["fc.weight", *(f"layers.{name}" for name, _ in head.layers.named_parameters())]
-    found: dict[str, Tensor] = {}
-    for file in folder.glob("model*.safetensors"):
-        with safe_open(file, "pt") as weights:
-            found |= {name: weights.get_tensor(name) for name in {*names} & {*weights.keys()}}
-    return fingerprint(found[name] for name in names if name in found)
+    stored = headers(folder.glob("model*.safetensors"), str(folder))
+    return fingerprint(stored[name].read() for name in names if name in stored)
 
 
-def _matches(head: TrainedDrafter, name: str) -> bool:
-    return any(module == name or module.endswith(f".{name}") for module, _ in head.named_modules())
+def _inject(
+    head: TrainedDrafter,
+    config: PeftConfig,
+    name: str,
+    what: str,
+    seed: int = 0,
+    fill: Callable[[], None] = lambda: None,
+) -> None:
+    """Put an adapter on a head and make it the active one: all of it or nothing.
 
-
-def _inject(head: TrainedDrafter, config: PeftConfig, name: str, what: str, seed: int = 0) -> None:
-    _refuse_clash(head, config)
-    if not peft_configs(head):
+    Args:
+        what: its config is called in messages.
+        seed: of its initial weights.
+        fill: gives it others.
+    """
+    if name in peft_configs(head):
+        raise ValueError(f"This head has an adapter {name!r} already; give another name.")
+    before = head.active_adapters()[0] if peft_configs(head) else None
+    if before is None:
         head._base_fingerprint = base_fingerprint(head)
-    with refused(what, "give one that PEFT can put on this head"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
-        torch.default_generator.manual_seed(seed)
-        inject_adapter_in_model(config, head, name)
-    head._hf_peft_config_loaded = True
-    head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode
-
-
-def _refuse_clash(head: TrainedDrafter, config: PeftConfig) -> None:
-    """PEFT wraps a module either for LoRA or as a whole."""
-    targets = [] if isinstance(config.target_modules, str) else list(config.target_modules or ())
-    whole = list(config.modules_to_save or ())
-    for path, module in head.named_modules():
-        other = whole if isinstance(module, BaseTunerLayer) else targets
-        if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
-            clash = [one for one in other if path == one or path.endswith(f".{one}")]
-            if clash:
-                raise ValueError(
-                    f"One adapter trains {clash[0]} as a whole and another has LoRA on it, which PEFT cannot both keep "
-                    "on one head; train one of them otherwise, or load them on two heads."
-                )
+    try:
+        with refused(what, "give one that PEFT can put on this head"), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
+            torch.default_generator.manual_seed(seed)
+            inject_adapter_in_model(config, head, name)
+        head._hf_peft_config_loaded = True
+        head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode
+        fill()
+    except BaseException:
+        if before is None:
+            unwrap(head, None)
+        else:
+            activate(head, before)
+            if name in peft_configs(head):
+                head.delete_adapter(name)
+        raise
+    activate(head, name)
 
 
 def peft_configs(head: TrainedDrafter) -> dict[str, PeftConfig]:
@@ -194,7 +179,7 @@ def unwrap(head: TrainedDrafter, merge: str | None) -> None:
         parent, _, child = path.rpartition(".")
         setattr(head.get_submodule(parent), child, plain)
     head._hf_peft_config_loaded = False
-    del head.peft_config
+    vars(head).pop("peft_config", None)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
@@ -282,16 +267,10 @@ def load(head: TrainedDrafter, path: str, name: str, **where: Any) -> None:
     content = optional_json(path, ADAPTER_CONFIG, **where)
     if content is None:
         raise ValueError(f"{path} holds no {ADAPTER_CONFIG}; give the folder or the repository of an adapter.")
-    if name in peft_configs(head):
-        raise ValueError(f"This head has an adapter {name!r} already; give another name.")
     _check_base(head, path, **where)
     state = read_state(path, **where)
     config = lora_of(head, path, content, state)
-    active = head.active_adapters()[0] if peft_configs(head) else None
-    with _undone(head, name, active):
-        _inject(head, config, name, f"The {ADAPTER_CONFIG} in {path}")
-        read(head, state, path, name)
-    head.set_adapter(name)
+    _inject(head, config, name, f"The {ADAPTER_CONFIG} in {path}", fill=lambda: read(head, state, path, name))
 
 
 def read(head: TrainedDrafter, state: dict[str, Tensor], path: str, name: str) -> None:
@@ -321,10 +300,7 @@ def read_state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tenso
     file = optional_file(path, name, **where)
     if file is None:
         raise ValueError(f"{path} holds an {ADAPTER_CONFIG} and no {name}; fetch the adapter as a whole.")
-    try:
-        return {key.removeprefix(_PREFIX): weight for key, weight in load_file(file).items()}
-    except SafetensorError as error:
-        raise ValueError(f"The {name} in {path} is truncated or damaged ({error}); fetch it again.") from error
+    return {key.removeprefix(_PREFIX): weight.read() for key, weight in headers([file], path).items()}
 
 
 def _check_base(head: TrainedDrafter, path: str, **where: Any) -> None:
@@ -337,18 +313,3 @@ def _check_base(head: TrainedDrafter, path: str, **where: Any) -> None:
         raise ValueError(
             f"The adapter in {path} was trained on another head; load it on that one (its {ADAPTER_CONFIG} says which)."
         )
-
-
-@contextmanager
-def _undone(head: TrainedDrafter, name: str, active: str | None) -> Iterator[None]:
-    """Remove adapter `name` from the head if the code inside fails."""
-    try:
-        yield
-    except BaseException:
-        if active is None:
-            if peft_configs(head):
-                unwrap(head, None)
-        elif name in peft_configs(head):
-            head.delete_adapter(name)
-            head.set_adapter(active)
-        raise

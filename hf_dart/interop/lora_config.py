@@ -14,43 +14,35 @@ from transformers import PreTrainedModel
 
 from hf_dart.hub.download import ADAPTER_CONFIG
 
-# Fields that say nothing about the weights; others are taken if they hold numbers and names, text, or one of a few
-# values, and else only what PEFT writes by default.
-_BOOKS = {"peft_type", "peft_version", "auto_mapping", "task_type", "inference_mode"}
+# Fields that are handed to PEFT if they hold numbers, names, or lists or tables of them; of others those that PEFT has
+# by default are taken, or say nothing about the weights.
 _PLAIN = {"r", "lora_alpha", "lora_dropout", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias", "modules_to_save",
-          "rank_pattern", "alpha_pattern"}  # fmt: skip
-_TEXT = {"base_model_name_or_path", "revision", "target_modules"}  # a pattern is not run
+          "rank_pattern", "alpha_pattern", "bias"}  # fmt: skip
+_NOTES = {"peft_version", "auto_mapping", "task_type", "inference_mode", "base_model_name_or_path", "revision"}
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
-    "bias": ("none", "all", "lora_only"),
     # Other values change the weights under the adapter, or need packages.
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
 }
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, str) and re.fullmatch(r"[\w.]{1,200}", one) for one in value)
-
-
-def _is_plain(value: Any, usual: Any) -> bool:
-    """Return True for numbers and names, as where PEFT has `usual` by default."""
-    if isinstance(usual, bool):
-        return isinstance(value, bool)
-    if isinstance(usual, (int, float)):
-        return type(value) in (int, float) and 0 <= value < 2**31
+def _is_plain(value: Any) -> bool:
+    """Return True for numbers, names, and lists and tables of them."""
     if isinstance(value, dict):
-        return isinstance(usual, dict) and _are_names([*value]) and all(_is_plain(one, 0) for one in value.values())
-    return value is None or (usual is None and _are_names(value))
+        return _is_plain([*value]) and all(type(one) in (int, float) and _is_plain(one) for one in value.values())
+    if isinstance(value, list):
+        return all(isinstance(one, str) and _is_plain(one) for one in value)
+    if isinstance(value, str):
+        return re.fullmatch(r"[\w.]{1,200}", value) is not None
+    return value is None or (isinstance(value, (int, float)) and 0 <= value < 2**31)
 
 
 def _is_taken(name: str, value: Any, usual: Any) -> bool:
+    if name == "target_modules":
+        return isinstance(value, str) or _is_plain(value)  # a pattern is not run
     if name in _CHOICES:
         return any(type(value) is type(one) and value == one for one in _CHOICES[name])
-    if name in _PLAIN:
-        return _is_plain(value, usual)
-    if name in _TEXT:
-        return value is None or isinstance(value, str) or (name == "target_modules" and _are_names(value))
-    return name in _BOOKS or value in (None, False, usual)
+    return name in _NOTES or value in (None, False, usual) or (name in _PLAIN and _is_plain(value))
 
 
 def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: dict[str, Tensor]) -> LoraConfig:
@@ -82,7 +74,7 @@ def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: di
             f"The adapter in {path} does not fit this head, or the r of its {ADAPTER_CONFIG} (first difference: "
             f"{min(wrong, default='no module')}); load it on the head that it was trained for."
         )
-    taken = (_PLAIN | _TEXT | _CHOICES.keys()) - _BOOKS
+    taken = {*_PLAIN, "base_model_name_or_path", "revision", "init_lora_weights"}
     known = {name: value for name, value in content.items() if name in taken and value is not None}
     try:
         return LoraConfig(**{**known, "target_modules": sorted(targets) if isinstance(named, str) else named})

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.modeling import DartModel
 from hf_dart.drafters.layers import rotation_at
+from hf_dart.errors import sentence
 from hf_dart.models.attention import added_mask, for_trees
 from hf_dart.models.features import default_feature_layers, layer_count
 from hf_dart.models.tolerance import same
@@ -120,9 +121,13 @@ def fill(head: DartModel, target: PreTrainedModel) -> None:
             "the head was trained for."
         )
     for copy, source, state in zip(head.layers, sources, states, strict=True):
-        copy.to(next(iter(state.values())))  # nothing is rounded
-        _load(copy, state, target)
-        _try(copy, source, config, target)
+        try:
+            _take_over(copy, source, state, config, target)
+        except (TypeError, AttributeError, RuntimeError, LookupError, ValueError) as error:
+            raise ValueError(
+                f"A decoder layer of {type(target).__name__} cannot be copied into a head ({sentence(error)[:200]}); "
+                "layers as those of Llama, Mistral, Qwen2 and Qwen3 can: leave copy_layer out."
+            ) from error
         for name, parameter in copy.named_parameters():
             parameter.requires_grad_(name not in state)
 
@@ -156,45 +161,26 @@ def _weights(layer: nn.Module, target: PreTrainedModel) -> dict[str, Tensor]:
     return state
 
 
-def _load(layer: nn.Module, state: dict[str, Tensor], target: PreTrainedModel) -> None:
-    own = {name for name in layer.state_dict() if ".context_" not in name}
-    if own != set(state):
-        raise _misfit(target, f"there is no {sorted(own ^ set(state))[0]} in one of them")
-    try:
-        layer.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise _misfit(target, "its weights have other shapes") from error
-
-
 @torch.no_grad()
-def _try(copy: Any, source: Any, config: DartConfig, target: PreTrainedModel) -> None:
-    """Run both on the same random input, at positions that are far apart; the generators are not moved."""
+def _take_over(copy: Any, source: Any, state: dict[str, Tensor], config: DartConfig, target: PreTrainedModel) -> None:
+    """Load the weights of a target's layer, and compare both on random input at positions that are far apart."""
+    if strange := {name for name in copy.state_dict() if ".context_" not in name} ^ set(state):
+        raise ValueError(f"there is no {min(strange)} in one of them")
+    copy.to(next(iter(state.values())))  # nothing is rounded
+    copy.load_state_dict(state, strict=False)
     weight = copy.self_attn.q_proj.weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 9, config.hidden_size, generator=generator).to(weight)
     positions = torch.tensor([[0, 1, 2, 3, 40, 41, 500, 1000, 1001]], device=weight.device)
     mask = torch.ones(9, 9, dtype=torch.bool, device=weight.device).tril()[None, None]
-    try:
-        rotation = rotation_at(positions, config, weight.dtype)
-        ours = copy(x, x, rotation, mask, None, None)
-        rotary = target.get_decoder().rotary_emb(x, positions)
-        added = added_mask(mask, weight.dtype)
-        with for_trees(target):
-            theirs = source(x, attention_mask=added, position_ids=positions, position_embeddings=rotary)
-    except (TypeError, AttributeError, RuntimeError, KeyError) as error:
-        raise _misfit(target, "it takes another input") from error
-    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    if not same(ours, theirs):
-        raise _misfit(target, "it computes something else")
+    ours = copy(x, x, rotation_at(positions, config, weight.dtype), mask, None, None)
+    rotary, added = target.get_decoder().rotary_emb(x, positions), added_mask(mask, weight.dtype)
+    with for_trees(target):
+        theirs = source(x, attention_mask=added, position_ids=positions, position_embeddings=rotary)
+    if not same(ours, theirs[0] if isinstance(theirs, tuple) else theirs):
+        raise ValueError("it computes something else")
 
 
 def _rope_frequencies(target: PreTrainedModel) -> list[float] | None:
     frequencies = getattr(getattr(target.get_decoder(), "rotary_emb", None), "inv_freq", None)
     return None if frequencies is None else frequencies.tolist()
-
-
-def _misfit(target: PreTrainedModel, why: str) -> ValueError:
-    return ValueError(
-        f"A decoder layer of {type(target).__name__} cannot be copied into a head ({why}); layers as those of Llama, "
-        "Mistral, Qwen2 and Qwen3 can: leave copy_layer out."
-    )
