@@ -23,7 +23,7 @@ from hf_dart.decoding.request import left_padding, refuse_options
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.models.devices import host_by_default
-from hf_dart.models.positions import position_limit
+from hf_dart.models.positions import position_limit, refuse_crossing
 from hf_dart.models.stock_steps import cache_name, extra_inputs
 from hf_dart.models.support import refuse_cache, refuse_target
 from hf_dart.models.verify import features_request, gather_features
@@ -58,7 +58,7 @@ class DartCandidateGenerator(CandidateGenerator):
         self.stats = DraftStats()
         self._drafter, self._processors, self._pads = drafter, processors, pads
         self._depth = min(drafter.tree_config.depth or drafter.draft_length, drafter.draft_length)
-        self._last_position, self._hard = position_limit(target)
+        self._last_position = position_limit(target)
         self._cache_name = cache_name(target)
         self._max_length = int(generation_config.max_length)
         self._do_sample = bool(generation_config.do_sample)
@@ -134,7 +134,7 @@ class DartCandidateGenerator(CandidateGenerator):
         position = ids.shape[1] - 1 - self._pads
         if position <= self._last_position:
             return min(room, self._last_position - position)
-        return 0 if self._hard else room
+        return room
 
     def _draw(self, ids: Tensor, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """Return a chain after `ids` [1, T], up to its first end token, drawn with the call's processors."""
@@ -244,6 +244,7 @@ def _refuse(
     if model.training:  # chains have no trial, which would show what train mode changes
         raise ValueError("The target is in train mode, where chains are not tried out; call model.eval() first.")
     refuse_options(model, config, input_ids, synced_gpus, kwargs)
+    refuse_crossing(model, input_ids.shape[1], 0, config.max_length)
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight trades exactness for speed; leave it or custom_generate= out.")
     cache, extra = refuse_cache(kwargs.get(cache_name(model))), extra_inputs(model, kwargs)

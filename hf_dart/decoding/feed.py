@@ -17,7 +17,7 @@ from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import DrafterState
 from hf_dart.drafters.base import AT_ONCE, Verified, entries_of
 from hf_dart.models.devices import users_default
-from hf_dart.models.positions import MovingRotary, refuse_shifted
+from hf_dart.models.positions import moving_rotary, refuse_crossing
 from hf_dart.models.stock_steps import cache_after, extra_inputs, next_inputs, position_shift
 from hf_dart.models.support import refuse_cache, refuse_compressed
 from hf_dart.models.trial import refuse_extra_inputs
@@ -150,14 +150,14 @@ def in_pieces(request: Request, size: int, pause: Callable[[], None]) -> Request
     Running states are read whole, as most targets begin a piece of several tokens without the state before it; and so
     are prompts past a length at which rotary frequencies change, as earlier pieces would have been read with others.
     """
-    config, rotary = request.generation_config, MovingRotary.of(request.model)
+    config, rotary = request.generation_config, moving_rotary(request.model)
     whole = (
         config.prefill_chunk_size is not None
         or request.total <= size
         or request.cached > 0  # see _NOT_THE_PROMPT
         or request.multimodal
         or request.prompt.is_floating_point()
-        or (rotary is not None and request.total > rotary.trained)
+        or (rotary is not None and request.total > rotary[0])
         or any(map(keeps_states, request.stock_cache.layers))
     )
     if whole:
@@ -208,7 +208,8 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
     with undone_on_failure(request.stock_cache):
         reader = PromptReader(request, drafter_state.state)
         outputs = reader.prefill()
-        refuse_shifted(model, reader.shift, request.most)
+        if reader.shift is not None and bool(reader.shift.any()):
+            refuse_crossing(model, 0, 0, request.most + max(int(reader.shift.max()), 0))
         # Some layers get their class only when first used, and Phi-3 takes a new cache for long prompts.
         stock = refuse_cache(cache_after(model, outputs, request.stock_cache))
         refuse_compressed(stock, request.total)

@@ -195,7 +195,7 @@ def admit(
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     pads = left_padding(mask, total, len(input_ids))
     cached = slots_of(stock)
-    refuse_crossing(model, pads, cached, total, most)
+    refuse_crossing(model, total - min(pads), cached, most)
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     # Nothing of the target has run until here.
     check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))

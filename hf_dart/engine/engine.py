@@ -23,7 +23,7 @@ from hf_dart.engine.memory import Memory
 from hf_dart.engine.tier import Tier, drafts_on_fixed_shapes
 from hf_dart.models.devices import matmul_precision, state_of
 from hf_dart.models.identity import identity
-from hf_dart.models.positions import MovingRotary
+from hf_dart.models.positions import moving_rotary
 from hf_dart.models.processes import group_of
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.models.support import parts_of
@@ -199,7 +199,7 @@ def why_not(session: Session) -> str | None:
             "the target keeps running states, which go through a tree level by level, as the host lays it out",
         ),
         (session.hidden_states is not None, "it collects hidden states"),
-        (MovingRotary.of(target) is not None, "the target's rotary frequencies follow the length of the text"),
+        (moving_rotary(target) is not None, "the target's rotary frequencies follow the length of the text"),
         (len({weight.device for weight in _tensors(parts)}) > 1, "the target does not lie on one device"),
         (group_of(target) is not None, "several processes hold the target together"),
         (any(hasattr(part, "_hf_hook") for part in parts), "the target is offloaded by accelerate"),

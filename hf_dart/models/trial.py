@@ -147,7 +147,7 @@ def check_verification(
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _UNPADDED
     case = (*identity(model), pads)
     passed = _passed.setdefault(model, {})
-    table = position_limit(model)[0] + 1
+    table = position_limit(model) + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
     if not highest(model, slots > passed.get(case, 0))[0]:  # a hook may be in one process alone; then all run the trial
         return

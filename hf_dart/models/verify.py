@@ -94,7 +94,7 @@ class Verifier:
         self._keep_hidden_states = keep_hidden_states
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
-        self._last_position, self._hard = position_limit(target)
+        self._last_position = position_limit(target)
         self.attention, self._weights = TreeAttention(target), packed_weights(target)
         # Eager attention adds its mask in any case.
         self._skips_masks = self.attention.own != "eager"
@@ -112,8 +112,8 @@ class Verifier:
         if self.shift is not None:
             positions = (lengths + self.shift.cpu()).view(-1, len(lengths)).amax(0)
         left = (self._last_position - positions).clamp(min=0)
-        # Beyond a soft limit the target runs on as it would without drafts.
-        return (left if self._hard else left.masked_fill(positions > self._last_position, MAX_DRAFT_LENGTH)).tolist()
+        # Beyond it the target runs on as it would without drafts.
+        return left.masked_fill(positions > self._last_position, MAX_DRAFT_LENGTH).tolist()
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of every node.

@@ -6,12 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
-from support.cases import replay
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
-from support.users import FromFive
 from torch import nn
 
 from hf_dart import LookupDrafter, attach
@@ -28,25 +24,6 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
-def from_five(**config: Any) -> Any:
-    target = tiny_target("llama", **config)
-    target.__class__ = FromFive
-    return target
-
-
-@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "T=1"])
-def test_one_row_may_cross_the_trained_length(mode: dict[str, Any]) -> None:
-    dynamic = {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}
-    for target in (
-        tiny_target("llama", rope_parameters=LONGROPE),
-        tiny_target("llama", **dynamic),
-        from_five(**{**dynamic, "max_position_embeddings": 28}),
-    ):
-        assert_identical(target, tiny_head(target), prompts([7]), **mode, max_length=40)
-        drafter = replay(target, prompts([7]), misses=[0.0], **mode, max_length=40)
-        assert_identical(target, drafter, prompts([7]), **mode, max_length=40)
-
-
 @pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "T=1"])
 def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
     target = tiny_target("phi3_full", rope_parameters=LONGROPE, original_max_position_embeddings=20)
@@ -55,15 +32,6 @@ def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
         assert_identical(target, head, prompts(lengths), **mode, max_length=21)
     for lengths in ([25], [25, 3, 7, 30]):
         assert_identical(target, head, prompts(lengths), **mode, max_length=55)
-    # Stock computes its cache again there, with the same frequencies.
-    target = tiny_target("phi3_full", original_max_position_embeddings=20)
-    assert_identical(target, tiny_head(target), prompts([25]), **mode, max_length=40)
-    for lengths in ([7], [9, 3, 7, 13]):
-        if Version(transformers.__version__) < Version("5.19"):  # stock goes on with the last token alone
-            with pytest.raises(ValueError, match="forgets the text at 20 tokens"):
-                target.generate(**prompts(lengths), **mode, max_length=40, assistant=tiny_head(target))
-        else:
-            assert_identical(target, tiny_head(target), prompts(lengths), **mode, max_length=40)
 
 
 @pytest.mark.parametrize("unpacks", [False, True])
@@ -94,13 +62,16 @@ def test_frequencies_are_as_before_the_trial(rope: dict[str, Any], unpacks: bool
     for name, (buffer, content) in buffers.items():
         assert unpacks or getattr(rotary, name) is buffer
         assert torch.equal(getattr(rotary, name), content)
-    ours = fresh.generate(**prompts([21]), max_length=45, **GREEDY, assistant=LookupDrafter())
-    assert torch.equal(ours, stock)
+    if rope is LONGROPE:
+        ours = fresh.generate(**prompts([21]), max_length=45, **GREEDY, assistant=LookupDrafter())
+        assert torch.equal(ours, stock)
 
 
-def test_crossings_that_tie_rows_together_are_refused() -> None:
+def test_crossings_are_refused() -> None:
     for family, fields, lengths in (
         ("phi3_full", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20}, [7]),
+        ("phi3_full", {"original_max_position_embeddings": 20}, [7]),
+        ("llama", {"rope_parameters": LONGROPE}, [7]),
         ("llama", {"rope_parameters": LONGROPE}, [9, 3, 7, 13]),
         ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}, [25, 3]),
     ):

@@ -173,7 +173,7 @@ def table() -> Iterator[str]:
     for family in REFUSED:
         yield f"| {family} | {refusal(family)} |"
     yield ""
-    yield "Single calls are refused where the rotary frequencies of a batch, or of Phi-3's whole text, would change on"
+    yield "Single calls are refused where rotary frequencies would change on"
     yield "the way, and where a text reaches a length at which the model no longer follows positions (Llama 4's"
     yield "tempered attention after 8192 slots): `tests/models/test_trial.py`."
     yield ""

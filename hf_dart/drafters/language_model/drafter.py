@@ -84,7 +84,7 @@ class LanguageModelDrafter(StockDrafter):
         # Read in place of tokens for which the model has no embeddings.
         self._unknown = next(token for token in known if isinstance(token, int) and token >= 0)
         self._rows = int(model.get_input_embeddings().num_embeddings)
-        self._last_position = position_limit(model)[0]
+        self._last_position = position_limit(model)
         parameters = inspect.signature(type(model).forward).parameters
         self._keeps, self._places = "logits_to_keep" in parameters, takes_positions(model)
         self._cache_name = cache_name(model)
