@@ -179,7 +179,7 @@ def unwrap(head: TrainedDrafter, merge: str | None) -> None:
         parent, _, child = path.rpartition(".")
         setattr(head.get_submodule(parent), child, plain)
     head._hf_peft_config_loaded = False
-    vars(head).pop("peft_config", None)
+    head.__dict__.pop("peft_config", None)
 
 
 # ---- files -------------------------------------------------------------------------------------------------
