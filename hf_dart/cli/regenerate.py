@@ -47,8 +47,8 @@ def add(commands: Any) -> None:
         "--mixture",
         nargs="+",
         metavar="WAY",
-        help="one way to sample or several, by their shares: '0.4 temperature=1 top_p=0.9' '0.6'; also top_k=, min_p= "
-        "and repetition_penalty=",
+        help="one way to sample or several, drawn for every row by their shares: '0.4 temperature=1 top_p=0.9' '0.6'; "
+        "also top_k=, min_p= and repetition_penalty=",
     )
     positive = common.positive
     writing.add_argument("--length", type=positive, default=2048, help="tokens of a row (default: %(default)s)")
@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
 
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write, for train_data")
     parser.add_argument("--batch-size", type=positive, default=32, help="rows at a time (default: %(default)s)")
-    parser.add_argument("--rows", type=positive, help="write so many, in whole batches (default: all)")
+    parser.add_argument("--rows", type=positive, help="write no batch after so many (default: all)")
     parser.add_argument("--minutes", type=float, help="begin no batch after that")
     parser.add_argument("--seed", type=common.seed, default=0, help="default: %(default)s")
     parser.set_defaults(command=_run)
@@ -100,16 +100,41 @@ def _run(arguments: argparse.Namespace) -> int:
             {**text, **describe(data, sources, settings)},
             {**versions(("torch", "transformers", "datasets")), "head": head},
         )
-        written = 0
+        written, tokens = 0, Tokens(rank)
+        writer.tell = tokens.add
         for batch, records in regenerate(
             sources, writer, settings, arguments.output, rank=rank, processes=processes, rows=arguments.rows
         ):
             written += len(records)
             seconds = monotonic() - began
-            common.say(f"process {rank}: batch {batch}; now {written} rows, {written / seconds:.2f} a second")
+            common.say(f"process {rank}: batch {batch}; now {written} rows, {written / seconds:.2f} a second; {tokens}")
             if arguments.minutes is not None and seconds > 60 * arguments.minutes:
                 break
     return 0
+
+
+class Tokens:
+    """Counter of tokens that says every few seconds how many there are.
+
+    Args:
+        rank: of the process.
+        every: seconds.
+    """
+
+    def __init__(self, rank: int, every: float = 10.0) -> None:
+        self._rank, self._every, self._count = rank, every, 0
+        self._began = self._said = monotonic()
+
+    def add(self, tokens: int) -> None:
+        """Count tokens that were written."""
+        self._count += tokens
+        if monotonic() - self._said >= self._every:
+            self._said = monotonic()
+            common.say(f"process {self._rank}: {self}")
+
+    def __str__(self) -> str:
+        """Tell how many tokens there are, and how many came a second."""
+        return f"{self._count:,} tokens, {self._count / max(monotonic() - self._began, 1e-9):.1f} a second"
 
 
 def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tuple[Any, dict[str, Any]]:

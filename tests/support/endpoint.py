@@ -56,7 +56,8 @@ class Endpoint(BaseHTTPRequestHandler):
             (ids,) = writer.continue_texts([body["prompt"]], body["max_tokens"], sampling, body["seed"])
             ended = ids[-1] in writer.ends
             choice = {"text": writer.tokenizer.decode(ids), "token_ids": ids}
-            return {"choices": [{**choice, "finish_reason": "stop" if ended else "length"}]}
+            choices = [{**choice, "finish_reason": "stop" if ended else "length"}]
+            return {"choices": choices, "usage": {"completion_tokens": len(ids)}}
         if self.path == "/v1/chat/completions":
             ((message, ended),) = writer.reply([(body["messages"], None)], body["max_tokens"], sampling, body["seed"])
             return {"choices": [{"message": message, "finish_reason": "stop" if ended else "length"}]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from support.tiny_training import tiny_target, write_json_lines
 
 from hf_dart import DartHead, attach
 from hf_dart.cli import main
+from hf_dart.cli.regenerate import Tokens
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.regenerate.regenerate import RegenerateSettings, begin, open_sources, plan, regenerate
@@ -52,6 +54,10 @@ def records_in(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for part in sorted(folder.glob("*.jsonl")) for line in part.read_text().splitlines()]
 
 
+def new_tokens(records: list[dict[str, Any]]) -> int:
+    return sum(len(record["input_ids"]) - record["prompt_tokens"] for record in records)
+
+
 def run(folder: Path, sources: Any, writer: Any, settings: RegenerateSettings = SETTINGS, **options: Any) -> Path:
     begin(folder, {}, {})
     for _ in regenerate(sources, writer, settings, folder, **options):
@@ -61,8 +67,11 @@ def run(folder: Path, sources: Any, writer: Any, settings: RegenerateSettings = 
 
 def test_texts_are_continued_and_read_back(tmp_path: Path) -> None:
     writer, sources = small_writer(), sources_of(tmp_path, text_file(tmp_path))
+    told: list[int] = []
+    writer.tell = told.append
     out = run(tmp_path / "out", sources, writer)
     records = records_in(out)
+    assert sum(told) == new_tokens(records)
     (documents, encoder), *_ = sources
     pieces = []
     for text in documents["text"]:
@@ -101,9 +110,15 @@ def test_with_a_head_the_text_is_the_same(tmp_path: Path) -> None:
     fields = {"draft_length": 3, "feature_layers": [1, 2], "initializer_range": 0.3, "tree": {"nodes": 6}}
     writer.head = DartHead.from_target(writer.model, **fields)
     attach(writer.model)
+    told: list[int] = []
+    writer.tell = told.append
     drafted = run(tmp_path / "drafted", sources, writer, rows=12)
     assert records_in(plain) == records_in(drafted)
-    assert len(records_in(plain)) == 12
+    assert sum(told) == new_tokens(records_in(drafted))
+    assert max(told) > 4  # more than one for each row
+    assert writer.head.observers == ()
+    assert len(records_in(plain)) >= 12
+    assert writer.head.last_stats.tau > 1
 
 
 def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
@@ -133,8 +148,8 @@ def test_a_full_disk_keeps_the_text_so_far(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert set(out.iterdir()) == names
     run(out, sources, small_writer(), rows=8)
-    assert records_in(out)[:4] == kept
-    assert len(records_in(out)) == 8
+    assert records_in(out)[: len(kept)] == kept
+    assert len(records_in(out)) >= 8
 
 
 def test_processes_share_the_batches(tmp_path: Path) -> None:
@@ -215,7 +230,10 @@ def test_a_server_writes_what_the_model_behind_it_writes(tmp_path: Path, server:
     url = f"http://127.0.0.1:{server.server_port}"
     writer = ServerWriter(url, "small", server.writer.tokenizer, enable_thinking=False, requests=4, pause=0.01)
     server.faults = [503, "drop", 429]
+    told: list[int] = []
+    writer.tell = told.append
     remote = run(tmp_path / "remote", texts, writer, settings)
+    assert sum(told) == new_tokens([record for record in records_in(remote) if "input_ids" in record])
     assert records_in(remote) == records_in(local)
     assert {body["model"] for body in server.seen} == {"small"}
     assert {body.get("repetition_penalty") for body in server.seen} == {None, 1.2}
@@ -299,6 +317,21 @@ def test_a_mixture_keeps_its_shares_and_short_conversations_have_no_start(tmp_pa
     assert sum(map(sum, sizes[:16])) > 0.3 * sum(map(sum, sizes[:16][:8])) > 0
 
 
+def test_ways_are_drawn_for_every_row(tmp_path: Path) -> None:
+    """By their shares, whichever batch a row is in; a batch has one of them, and all but few are full."""
+    source = write_json_lines(tmp_path / "many.jsonl", [{"text": f"x = {n}"} for n in range(640)])
+    settings = RegenerateSettings(batch_size=4, mixture=MIXTURE)
+    batches = list(plan(sources_of(tmp_path, source), settings))
+    assert sorted(number for batch in batches for number, _ in batch.rows) == list(range(640))
+    ways = {number: batch.way for batch in batches for number, _ in batch.rows}
+    counts = [sum(way == one for way in ways.values()) for one in range(3)]
+    assert all(abs(count / 640 - way.share) < 0.06 for count, way in zip(counts, MIXTURE, strict=True))
+    assert sum(ways[n] == ways[n + 1] for n in range(639)) < 0.5 * 639  # neighbours in the data draw on their own
+    assert len(batches) < 1.3 * 640 / 4
+    again = list(plan(sources_of(tmp_path, source), settings))
+    assert [(batch.rows, batch.way) for batch in again] == [(batch.rows, batch.way) for batch in batches]
+
+
 def test_sampling_reads_and_refuses() -> None:
     assert Sampling.parse("0.3 temperature=0.8 top_p=0.95 top_k=20") == Sampling(0.3, 0.8, 0.95, 20)
     assert Sampling.parse("1") == Sampling()
@@ -325,7 +358,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words += ["--length", "16", "--prefix", "4", "8", "--batch-size", "4"]
     way = ["--mixture", "0.5 temperature=1", "0.5"]
     assert main([*words, *way, "--rows", "3"]) == 0
-    assert "process 0: batch 0; now 4 rows" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert re.search(r"process 0: batch 0; now 4 rows, [\d.]+ a second; \d+ tokens, [\d.]+ a second", shown)
+    counter = Tokens(rank=1, every=0.0)
+    counter.add(1200)
+    assert re.search(r"process 1: 1,200 tokens, [\d,.]+ a second", capsys.readouterr().err)
     assert main([*words, *way, "--rows", "3"]) == 0
     assert len(records_in(tmp_path / "out")) == 4
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())

@@ -42,7 +42,7 @@ class RegenerateSettings:
         length: tokens of a piece of text, prefix included; conversations longer than that get no more replies.
         new_tokens: the most tokens of a reply.
         prefix: from how many to how many tokens of a piece of text are kept; one number is drawn per batch.
-        mixture: how batches are written; which of these is drawn per batch, by their shares.
+        mixture: how rows are written; which of these is drawn for every row, by their shares.
         batch_size: rows written at a time.
         seed: of all that is drawn.
 
@@ -67,29 +67,40 @@ class RegenerateSettings:
 
 
 class Batch(NamedTuple):
-    """Rows that are written together: pieces of text as token ids, or conversations, each with its number."""
+    """Rows that are written together, in one of the ways of a mixture.
+
+    They are pieces of text as token ids, or conversations, each with its number.
+    """
 
     number: int
     rows: Sequence[tuple[int, Any]]
     encoder: Encoder
+    way: int
 
 
 def plan(sources: Iterable[tuple[Any, Encoder]], settings: RegenerateSettings) -> Iterator[Batch]:
     """All batches of the sources (documents of `datasets`, and their encoder), in the order of their numbers."""
     row = index = 0
     random = np.random.default_rng(settings.seed)
+    shares = np.array([sampling.share for sampling in settings.mixture])
+    size = settings.batch_size
     for documents, encoder in sources:
         contents: Iterator[Any] = (
             _conversations(documents, encoder) if encoder.kind == "messages" else _pieces(documents, encoder, settings)
         )
-        while window := list(islice(contents, _WINDOW * settings.batch_size)):
-            rows = list(enumerate(window, start=row))
-            row += len(rows)
-            if encoder.kind == "messages":
-                rows.sort(key=lambda entry: len(json.dumps(entry[1])))
+        while window := list(islice(contents, _WINDOW * size)):
+            drawn = random.choice(len(shares), len(window), p=shares / shares.sum()).tolist()
+            batches = []
+            # A batch has rows of one way: each has what it drew, and a call of `generate` takes one temperature.
+            for way in range(len(shares)):
+                rows = [(row + at, content) for at, content in enumerate(window) if drawn[at] == way]
+                if encoder.kind == "messages":
+                    rows.sort(key=lambda entry: len(json.dumps(entry[1])))
+                batches += [(rows[start : start + size], encoder, way) for start in range(0, len(rows), size)]
+            row += len(window)
             # Otherwise a run with few rows left would write short ones only.
-            for start in random.permutation(range(0, len(rows), settings.batch_size)).tolist():
-                yield Batch(index, rows[start : start + settings.batch_size], encoder)
+            for at in random.permutation(len(batches)).tolist():
+                yield Batch(index, *batches[at])
                 index += 1
 
 
@@ -122,11 +133,9 @@ def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> l
     `row`, its number, and `sampling`, the number of the entry of the mixture.
     """
     random = np.random.default_rng([settings.seed, batch.number])
-    shares = np.array([sampling.share for sampling in settings.mixture])
-    way = int(random.choice(len(shares), p=shares / shares.sum()))
     prefix = int(random.integers(settings.prefix[0], settings.prefix[1] + 1))
     seed = int(random.integers(2**31))
-    sampling = settings.mixture[way]
+    sampling = settings.mixture[batch.way]
     if batch.encoder.kind == "messages":
         records = _rewrite(batch, writer, sampling, settings, seed)
     else:
@@ -143,7 +152,7 @@ def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> l
             for prompt, new in zip(prompts, written, strict=True)
         ]
     return [
-        {**record, "row": number, "sampling": way}
+        {**record, "row": number, "sampling": batch.way}
         for (number, _), record in zip(batch.rows, records, strict=True)
         if record is not None
     ]
@@ -257,6 +266,7 @@ def describe(
         "documents": counts,
         "chat_template": None if chat is None else chat.template_text,
         "enable_thinking": arguments.enable_thinking,
+        "sampling_drawn": "for every row",  # it was for every batch once: those files do not go on with these
         **asdict(settings),
     }
 
@@ -279,7 +289,7 @@ def regenerate(
         settings: what is written.
         folder: of the output, as `begin` leaves it.
         rank, processes: which part of the batches is this process's.
-        rows: how many of all rows are written, in whole batches; None for all.
+        rows: write batches until they hold so many of all rows; None for all.
 
     Yields:
         After each batch its number and records, which are in its file by then.
@@ -288,8 +298,11 @@ def regenerate(
         ValueError, ConnectionError: as for the writer.
         OSError: the disk is full, or else refuses a batch; those before it are kept.
     """
-    batches = None if rows is None else -(-rows // settings.batch_size)
-    for batch in islice(plan(sources, settings), batches):
+    planned = 0
+    for batch in plan(sources, settings):
+        if rows is not None and planned >= rows:
+            return
+        planned += len(batch.rows)
         file = folder / f"batch-{batch.number:07}.jsonl"
         if batch.number % processes == rank and not file.is_file():
             records = write_batch(batch, writer, settings)

@@ -7,15 +7,19 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from hf_dart.errors import sentence
+from hf_dart.models.packed_weights import pack, packed_weights
 from hf_dart.training.data.chat import ChatFormat, Message
 from hf_dart.training.regenerate.sampling import Sampling
 
@@ -29,6 +33,38 @@ class Reply(NamedTuple):
     finished: bool
 
 
+class Progress(BaseStreamer):
+    """Counter of the tokens of one call, as a streamer of stock's `generate` and as an observer of a drafted one.
+
+    Args:
+        tell: called with how many tokens have come since the last call.
+        ends: tokens after which a row has ended.
+    """
+
+    def __init__(self, tell: Callable[[int], None], ends: Iterable[int]) -> None:
+        self._tell, self._ends = tell, torch.tensor(sorted(ends))
+        self._open: Tensor | None = None
+
+    def put(self, value: Tensor) -> None:
+        """Count a token [B] of every row that has not ended; the prompts [B, P] come first."""
+        if self._open is None:
+            self._open = torch.ones(len(value), dtype=torch.bool)
+        else:
+            self._tell(int(self._open.sum()))
+            self._open &= ~torch.isin(value.cpu(), self._ends)
+
+    def end(self) -> None:
+        """Do nothing where the call has ended."""
+
+    def verified(self, seen: Any, logits: Any) -> None:
+        """Count the tokens of a round; the prompt has no logits."""
+        if logits is not None:
+            self._tell(int(seen.counts.sum()))
+
+    def ended(self, finished: bool) -> None:
+        """Do nothing where the call has ended."""
+
+
 @dataclass
 class ModelWriter:
     """A target that `generate` is called of; the same text for the same arguments, as far as its machine allows.
@@ -38,12 +74,14 @@ class ModelWriter:
         tokenizer: its tokenizer.
         chat: how conversations become text; None where there are none.
         head: drafts for it, attached; the text is the same.
+        tell: called with how many tokens have been written since the last call.
     """
 
     model: Any
     tokenizer: Any
     chat: ChatFormat | None = None
     head: Any = None
+    tell: Callable[[int], None] = lambda tokens: None
 
     def continue_texts(
         self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
@@ -61,11 +99,18 @@ class ModelWriter:
         ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         device = self.model.device
-        drafting = {} if self.head is None else {"assistant": self.head}
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        progress = Progress(self.tell, self.ends)
+        options = {"streamer": progress} if self.head is None else {"assistant": self.head}
+        watching = nullcontext() if self.head is None else _observed(self.head, progress)
+        pack(self.model)  # on a CPU, the step of a batch then costs half as much
+        with (
+            watching,
+            packed_weights(self.model),
+            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+        ):
             torch.manual_seed(seed)
             sequences = self.model.generate(
-                ids.to(device), attention_mask=mask.to(device), generation_config=config, **drafting
+                ids.to(device), attention_mask=mask.to(device), generation_config=config, **options
             )
         written = []
         for row in sequences[:, width:].tolist():
@@ -110,6 +155,17 @@ class ModelWriter:
         return {*ends} if isinstance(ends, (list, tuple)) else {ends} - {None}
 
 
+@contextmanager
+def _observed(head: Any, observer: Any) -> Iterator[None]:
+    """Let an observer be told of what a head's calls commit."""
+    before = head.observers
+    head.observers = (*before, lambda session: observer)
+    try:
+        yield
+    finally:
+        head.observers = before
+
+
 @dataclass
 class ServerWriter:
     """A server with OpenAI-style endpoints `/v1/completions` and `/v1/chat/completions`, such as vLLM's.
@@ -123,6 +179,7 @@ class ServerWriter:
         requests: that are under way at a time.
         tries: of each request; after a failed one comes a pause, twice as long each time.
         pause: seconds after the first failure.
+        tell: called with how many tokens an answer has, where the server says so.
     """
 
     url: str
@@ -133,6 +190,7 @@ class ServerWriter:
     requests: int = 64
     tries: int = 6
     pause: float = 1.0
+    tell: Callable[[int], None] = lambda tokens: None
 
     def __post_init__(self) -> None:
         if not self.url.startswith(("http://", "https://")):
@@ -207,7 +265,10 @@ class ServerWriter:
             try:
                 request = urllib.request.Request(address, json.dumps(body).encode(), headers)
                 with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-                    return json.load(response)["choices"][0]
+                    answer = json.load(response)
+                choice, usage = answer["choices"][0], answer.get("usage")
+                self.tell(usage.get("completion_tokens") or 0 if isinstance(usage, dict) else 0)
+                return choice
             except urllib.error.HTTPError as error:
                 if error.code < 500 and error.code != 429:
                     said = " ".join(error.read(500).decode(errors="replace").split())
