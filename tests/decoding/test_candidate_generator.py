@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
+from support.cases import replay
 from support.families import needs_running_states
 from support.tiny import PAD, VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.users import Listener, OwnError, Processor
 from torch import Tensor
-from transformers import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria, MaxTimeCriteria
-from transformers.generation.streamers import BaseStreamer
+from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
 from hf_dart import DartCandidateGenerator, TreeConfig
 from hf_dart.drafters.base import Proposal
@@ -38,12 +39,6 @@ def padded(pads: int) -> dict[str, Tensor]:
     }
 
 
-def replay(model: Any, inputs: dict[str, Tensor], misses: float, **options: Any) -> ReplayDrafter:
-    known = model.generate(**inputs, do_sample=False, **options)
-    pads = int((inputs["attention_mask"] == 0).sum())
-    return ReplayDrafter(known, [pads], VOCABULARY, misses=[misses], hidden_layers=(1,))
-
-
 @pytest.mark.parametrize(
     ("family", "attention", "pads"),
     [*((family, "sdpa", 3 * (index % 2)) for index, family in enumerate(FAMILIES)), ("bloom", "eager", 0)],
@@ -54,7 +49,7 @@ def test_greedy_is_stocks(family: str, attention: str, pads: int) -> None:
     for mode in MODES.values():
         options = {**mode, "do_sample": False, "max_new_tokens": 24}
         stock = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
-        drafters = [replay(model, inputs, misses, max_new_tokens=24, **mode) for misses in (0.0, 0.3)]
+        drafters: list[Any] = [replay(model, inputs, misses=[share], **options) for share in (0.0, 0.3)]
         # Bloom takes no tree mask, so no head can be attached; chains run all the same.
         drafters += [tiny_head(model)] if family != "bloom" else []
         for drafter in drafters:
@@ -248,36 +243,22 @@ def test_a_call_in_which_rotary_tables_change_is_refused() -> None:
     assert torch.equal(ours, stock)
 
 
-class Collector(BaseStreamer):
-    def __init__(self, fail_at: int | None = None) -> None:
-        self.tokens: list[int] = []
-        self.ended = 0
-        self._fail_at = fail_at
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-        if self._fail_at is not None and len(self.tokens) > self._fail_at:
-            raise OSError("the reader has left")
-
-    def end(self) -> None:
-        self.ended += 1
-
-
 def test_streamer() -> None:
     model = tiny_target("llama")
-    streamer = Collector()
+    streamer = Listener()
     loop = stock_loop(tiny_head(model), streamer=streamer)
     output = model.generate(**prompts([7]), max_new_tokens=20, streamer=streamer, custom_generate=loop)
-    assert streamer.tokens == output[0].tolist()
-    assert streamer.ended == 1
+    *shown, end = streamer.calls
+    assert torch.cat([torch.tensor(value).flatten() for value, _ in shown]).equal(output[0])
+    assert end == "end"
 
 
 def test_nothing_is_left_on_the_model_and_threads_do_not_meet() -> None:
     model = tiny_target("qwen3")
     heads = [tiny_head(model, seed=seed) for seed in range(3)]
     before = dict(vars(model))
-    loop = stock_loop(heads[0], streamer=Collector(fail_at=4))
-    with pytest.raises(OSError, match="the reader has left"):
+    loop = stock_loop(heads[0], streamer=Listener(1))
+    with pytest.raises(OwnError):
         model.generate(**prompts([7]), max_new_tokens=20, custom_generate=loop)
     assert vars(model) == before
 
@@ -303,16 +284,6 @@ def test_nothing_is_left_on_the_model_and_threads_do_not_meet() -> None:
     assert vars(model) == before
 
 
-class Counting(LogitsProcessor):
-    """Keeps state from call to call."""
-
-    calls = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.calls += 1
-        return scores
-
-
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "batch": (prompts([7, 5]), "one row at a time"),
     "return sequences": ({"num_return_sequences": 2, "do_sample": True}, "one row at a time"),
@@ -324,7 +295,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "length": ({"stopping_criteria": [MaxLengthCriteria(10)]}, "give max_length="),
     "end token": ({"stopping_criteria": [EosTokenCriteria([5])], "pad_token_id": PAD}, "give .* eos_token_id="),
     "guidance": ({"guidance_scale": 1.5}, "calls UnbatchedClassifierFreeGuidanceLogitsProcessor on rejected"),
-    "processor": ({"logits_processor": [Counting()]}, "calls Counting on rejected drafts"),
+    "processor": ({"logits_processor": [Processor("keeps count")]}, "calls Processor on rejected drafts"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "gives hidden states to"),
     "no cache": ({"use_cache": False}, "use_cache=False"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -70,22 +71,13 @@ REFUSED_BY_ATTACH: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_options(target: Any, head: DartHead, drafting: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize(("name", "route"), [*product(REFUSED, ROUTES), *product(REFUSED_BY_ATTACH, ["assistant"])])
+def test_refused_options(target: Any, head: DartHead, name: str, route: str) -> None:
     """Nothing is changed, and the next call is as exact as ever."""
-    given, words = REFUSED[name]
+    given, words = {**REFUSED, **REFUSED_BY_ATTACH}[name]
     before = snapshot(target)
-    arguments = {**INPUTS, **SAMPLED, **given, **drafting}
+    arguments = {**INPUTS, **SAMPLED, **given, **ROUTES[route](head)}
     refused(lambda: target.generate(**arguments), ValueError, words)
-    assert snapshot(target) == before
-    assert_identical(target, head, INPUTS, **SAMPLED)
-
-
-@pytest.mark.parametrize("name", REFUSED_BY_ATTACH)
-def test_options_refused_by_attach(target: Any, head: DartHead, name: str) -> None:
-    given, words = REFUSED_BY_ATTACH[name]
-    before = snapshot(target)
-    refused(lambda: target.generate(**{**INPUTS, **SAMPLED, **given}, assistant=head), ValueError, words)
     assert snapshot(target) == before
     assert_identical(target, head, INPUTS, **SAMPLED)
 
@@ -111,18 +103,10 @@ def test_inputs_that_drafts_do_not_have(drafting: dict[str, Any]) -> None:
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha|custom_generate|trust_remote_code"),
-        ({"dola_layers": "low"}, "dola_layers|custom_generate|trust_remote_code"),
-    ],
-    ids=["contrastive", "dola"],
-)
-def test_other_strategies(
-    target: Any, head: DartHead, drafting: dict[str, Any], options: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(ValueError, match=words):  # stock's own words, if it is first
+@pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}], ids=str)
+def test_other_strategies(target: Any, head: DartHead, drafting: dict[str, Any], options: dict[str, Any]) -> None:
+    """In stock's own words, if it is first."""
+    with pytest.raises(ValueError, match=f"{next(iter(options))}|custom_generate|trust_remote_code"):
         target.generate(**INPUTS, **{**GREEDY, **options}, **drafting)
     assert_identical(target, head, INPUTS, **GREEDY)
 
