@@ -2,50 +2,16 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
 import torch
 from support.tiny import tiny_head, tiny_target
-from support.trees import keep_candidates, paths, plainly
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
+from support.trees import paths
+from transformers import LogitsProcessorList, TopKLogitsWarper
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.grow import Ranker, SeenTokens, TreeGrower
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
-
-
-@pytest.mark.parametrize("penalty", [None, 1.3])
-@pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("rank", [0, 4])
-def test_trees_of_a_proposal_are_those_of_a_plain_search(
-    rank: int, noisy: bool, penalty: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With copies, a selector, noise and a penalty."""
-    kept = keep_candidates(monkeypatch)
-    target = tiny_target("qwen3")
-    head = tiny_head(target, selector_rank=rank)
-    generator = torch.Generator().manual_seed(3)
-    if rank:
-        with torch.no_grad():
-            for weight in head.selector.parameters():
-                weight.add_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
-    random = Random(1)
-    text = [random.randrange(3, 40) for _ in range(9)]
-    texts = [[*text, *text[:4]], [random.randrange(3, 40) for _ in range(6)], [5, 6, 5, 6, 5, 6, 5]]
-    proposal = Proposal(
-        torch.randn(3, 4, 48, dtype=torch.float64, generator=generator),
-        torch.randn(3, 4, head.config.hidden_size, dtype=torch.float64, generator=generator),
-    )
-    gumbel = -torch.empty(3, 4, 48).exponential_(1, generator=generator).log() if noisy else None
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty else [])
-    config = TreeConfig(nodes=25, depth=4, top_k=5, beam=1000, lookup=7)
-    tree = TreeGrower(head, config, processors, texts, torch.device("cpu"))(proposal, gumbel, [9, 3, 9])
-    found = [paths(tree, row) for row in range(3)]
-    assert found == [set(plainly(kept[0], row, 25, 1000)) for row in range(3)]
-    assert max(map(len, found[0])) > 4, "a copy goes deeper than the drafter"
-    assert max(map(len, found[1])) <= 3
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 48, 2)], ids=["all", "some"])

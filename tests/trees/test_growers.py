@@ -95,50 +95,6 @@ def test_trees_are_those_of_a_plain_search(
     assert tree.max_depth == int(tree.depths.max())
 
 
-def test_nothing_grows_after_an_end() -> None:
-    """The best paths of those that end no text before their last token; a copy ends with its end."""
-    tokens, table = random_draft(3, 3, 4, 5)
-    scores, ends = table[:, :, 0], tokens[:, 0, 0].numpy()
-    copied = [[int(end), 7, 8] for end in ends]
-    candidates = candidates_of(tokens, scores, copies=[(copy, -0.1) for copy in copied])
-    ending = candidates.tokens == ends[:, None, None]
-    parts = up_to_end(candidates.copied, candidates.chances, candidates.copied == ends[:, None])
-    assert parts[0].tolist() == [[copy[0], -1, -1] for copy in copied]
-    ended = replace(candidates, ending=ending, copied=parts[0], chances=parts[1])
-    every = grow_on_host(replace(candidates, copied=parts[0], chances=parts[1]), nodes=1000, beam=1000)
-    tree = grow_on_host(ended, nodes=1000, beam=1000)
-    for row, end in enumerate(ends.tolist()):
-        whole = paths(every, row)
-        assert paths(tree, row) == {path for path in whole if end not in path[:-1]} != whole
-
-
-def test_copied_text_goes_deeper_than_the_drafter() -> None:
-    """Row 0 copies five tokens, three deeper than the drafter goes; row 1 has nothing to copy."""
-    tokens = torch.tensor([[[1, 2], [3, 4]]] * 2)
-    scores = torch.tensor([[[-3.0, -4.0]] * 2] * 2)
-    copies = [([11, 12, 13, 14, 15], -0.2), ([], -inf)]
-    tree = grow_on_host(candidates_of(tokens, scores, copies=copies), nodes=9, beam=4)
-    copied = [tuple(copies[0][0][:length]) for length in range(1, 6)]
-    assert set(copied) < paths(tree, 0)
-    assert (11, 3) in paths(tree, 0), "what is drafted for a depth may follow what is copied"
-    assert paths(tree, 1) == {(1,), (2,), (1, 3), (1, 4), (2, 3), (2, 4)}
-    for row in range(2):
-        assert (tree.tokens[row][tree.parents[row] >= 0] >= 0).all(), "a place without a candidate became a node"
-    assert tree.scores is not None
-    deepest = int(tree.depths[0].argmax())
-    assert float(tree.scores[0, deepest]) == pytest.approx(-1.0, abs=1e-5)
-
-
-def test_width_one_is_a_chain() -> None:
-    tokens, table = random_draft(2, 6, 1, 4)
-    tree = grow_on_host(candidates_of(tokens, table), nodes=7, beam=1)
-    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4, 5]] * 2
-    assert torch.equal(tree.tokens[:, 1:], tokens[..., 0])
-    chain = DraftTree.chain(tree.tokens)
-    for name in ("tokens", "parents", "depths", "ancestors"):
-        assert torch.equal(getattr(chain, name), getattr(tree, name))
-
-
 def test_certain_tokens_keep_their_parents() -> None:
     """Scores of 0 (probability 1) at every depth: children must not crowd out their own parents."""
     tokens, _ = random_draft(1, 6, 3, 2)
