@@ -19,10 +19,10 @@ from support.cases import batch
 from support.compare import assert_identical, run
 from support.engines import engine as uncaptured
 from support.families import needs_running_states
-from support.tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
-from hf_dart import LookupDrafter, TreeConfig
+from hf_dart import TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding import request
 from hf_dart.engine import engine as module
@@ -52,15 +52,6 @@ def test_targets_with_running_states_are_told_so(family: str) -> None:
     with pytest.warns(UserWarning, match=r"^This call runs uncompiled: the target keeps running states, "):
         assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
     assert not any(made.tiers)
-
-
-@pytest.mark.filterwarnings("error::UserWarning")
-def test_every_drafter_is_taken() -> None:
-    target = tiny_target("llama")
-    for drafter in (tiny_diffusion_drafter(target), LookupDrafter(TreeConfig(nodes=6, draft_cost=0.0))):
-        made = engine(target, drafter)
-        assert_identical(target, drafter, batch(4, "sdpa"), **GREEDY)
-        assert any(made.tiers)
 
 
 def test_collected_hidden_states(pair: tuple[Any, Any]) -> None:

@@ -43,6 +43,10 @@ def inputs(size: int) -> dict[str, torch.Tensor]:
     return {name: ids.to("cuda") for name, ids in batch(size, "sdpa").items()}
 
 
+def compare(target: Any, head: Any, given: dict[str, torch.Tensor], label: str, **options: Any) -> None:
+    assert_identical_up_to_near_ties(target, head, given, into=tally("fp32, captured"), label=label, **options)
+
+
 def assert_host_is_not_asked(made: Engine) -> None:
     """No part of a round waits for the device."""
     assert made.tiers
@@ -63,10 +67,7 @@ def test_families(family: str, backend: str | None) -> None:
         for tree in (TreeConfig(nodes=1), TreeConfig(nodes=13)):
             head.tree_config = tree
             for options in (GREEDY, {**GREEDY, **ENDS}):
-                label = f"{family}, captured, {backend}"
-                assert_identical_up_to_near_ties(
-                    target, head, inputs(size), into=tally("fp32, captured"), label=label, **options
-                )
+                compare(target, head, inputs(size), f"{family}, captured, {backend}", **options)
     assert len(made.tiers) > 4
 
 
@@ -118,11 +119,10 @@ def test_what_a_round_asks(sampled: bool, gpu: SimulatedGpu | None, monkeypatch:
 
 def test_weights_that_move() -> None:
     target, head, made = on_gpu("llama", None)
-    into = tally("fp32, captured")
-    assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="before", **GREEDY)
+    compare(target, head, inputs(1), "before", **GREEDY)
     before = made.tiers
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().flip(0))
-    assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="after", **GREEDY)
+    compare(target, head, inputs(1), "after", **GREEDY)
     assert made.tiers != before
 
 
@@ -130,9 +130,7 @@ def test_weights_that_move() -> None:
 def test_long_text_through_many_tiers() -> None:
     target, head, made = on_gpu("qwen3", None, draft_length=7)
     ids = {name: part.to("cuda") for name, part in prompts([9, 3]).items()}
-    assert_identical_up_to_near_ties(
-        target, head, ids, into=tally("fp32, captured"), label="long", do_sample=False, max_new_tokens=230
-    )
+    compare(target, head, ids, "long", do_sample=False, max_new_tokens=230)
     assert {tier.slots for tier in made.tiers if tier is not None} >= {32, 64, 128, 256}
 
 
@@ -143,26 +141,16 @@ def test_sampled(size: int) -> None:
     warpers = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 5}
     for seed in range(3):
         for options in ({"top_k": 0}, {**warpers, **ENDS}):
-            assert_identical_up_to_near_ties(
-                target,
-                head,
-                inputs(size),
-                seed=seed,
-                into=tally("fp32, captured"),
-                label=f"sampled, {size}",
-                do_sample=True,
-                max_new_tokens=40,
-                **options,
-            )
+            options = {**options, "do_sample": True, "max_new_tokens": 40, "seed": seed}
+            compare(target, head, inputs(size), f"sampled, {size}", **options)
     assert_host_is_not_asked(made)
 
 
 def test_what_cannot_be_captured_leaves_nothing_behind() -> None:
     """Experts in a loop ask the host: that is told before a capture, and the generators go on as they were."""
     target, head, made = on_gpu("qwen3_moe", None)
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "into": tally("fp32, captured")}
     with pytest.warns(UserWarning, match="asks the host"):
-        assert_identical_up_to_near_ties(target, head, inputs(1), label="experts", **options)
+        compare(target, head, inputs(1), "experts", do_sample=True, top_k=0, max_new_tokens=20)
     assert not any(made.tiers)
     torch.randn(3, device="cuda")
 
@@ -176,7 +164,5 @@ def test_copies_and_ngrams(tmp_path: Path) -> None:
         for options in (GREEDY, {**GREEDY, "do_sample": True, "top_k": 0}):
             # Prompts of one length: left padding in the middle of a text would be a hole.
             repeated = {name: part.to("cuda").repeat(1, 2) for name, part in prompts([9] * size).items()}
-            assert_identical_up_to_near_ties(
-                target, head, repeated, into=tally("fp32, captured"), label="copies, n-grams", **options
-            )
+            compare(target, head, repeated, "copies, n-grams", **options)
     assert_host_is_not_asked(made)

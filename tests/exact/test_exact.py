@@ -5,7 +5,6 @@ All in float64 without tolerance, unless a test says otherwise.
 
 from __future__ import annotations
 
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,11 +12,8 @@ import torch
 from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
 from support.tiny import WINDOW, prompts, tiny_head, tiny_target
-from support.users import TOKENIZER
 from transformers import (
     DynamicCache,
-    TextIteratorStreamer,
-    TextStreamer,
 )
 
 from hf_dart import TreeConfig
@@ -103,27 +99,6 @@ def test_up_to_the_end_of_the_position_table() -> None:
         assert_identical(target, drafter, inputs, **options)
 
 
-# ---- text -------------------------------------------------------------------------------------------------
-
-
-def test_text_streamers(llama: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    target, head = llama
-    inputs = batch(1, "sdpa")
-    texts = []
-    for drafting in ({}, {"assistant": head}):
-        target.generate(**inputs, **GREEDY, streamer=TextStreamer(TOKENIZER, skip_prompt=True), **drafting)
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-    assert texts[0].strip()
-
-    streamer = TextIteratorStreamer(TOKENIZER, timeout=60)
-    thread = Thread(target=lambda: target.generate(**inputs, **GREEDY, streamer=streamer, assistant=head))
-    thread.start()
-    streamed = "".join(streamer)
-    thread.join()
-    assert streamed == TOKENIZER.decode(run(target, inputs, 0, **GREEDY).sequences[0])
-
-
 # ---- trees and heads --------------------------------------------------------------------------------------
 
 
@@ -138,20 +113,6 @@ def test_larger_trees_accept_more(llama: tuple[Any, Any]) -> None:
         taus.append(total.mean_tau)
     assert taus[0] == 1.0
     assert taus[0] < taus[1] < taus[2]
-
-
-# ---- the noise queue --------------------------------------------------------------------------------------
-
-
-def test_a_row_that_loops_beside_one_that_does_not(llama: tuple[Any, Any]) -> None:
-    """Ended rows and rows far ahead do not disturb the others' noise."""
-    target, _ = llama
-    inputs = batch(4, "sdpa")
-    options = {**SAMPLED, "max_new_tokens": 70, "eos_token_id": [3, 4], "pad_token_id": 0}
-    for seed in range(2):
-        for misses in ([0.0, 1.0, 0.2, 0.9], [1.0, 1.0, 0.0, 0.0]):
-            drafter = replay(target, inputs, misses=misses, seed=seed, draft_length=31, **options)
-            assert_identical(target, drafter, inputs, seed=seed, **options)
 
 
 # ---- at the end -------------------------------------------------------------------------------------------

@@ -28,6 +28,12 @@ ALL = [*product(FAMILIES, ("eager", "sdpa"), MODES)]
 FEW = ("llama", "sdpa", "top-p, penalty")
 
 
+def compare(target: Any, drafter: Any, lengths: list[int], label: str, place: str = "cuda", **options: Any) -> None:
+    inputs = {name: ids.to(place) for name, ids in prompts(lengths).items()}
+    into = tally("fp32 on a GPU")
+    assert_identical_up_to_near_ties(target, drafter, inputs, into=into, label=label, max_new_tokens=40, **options)
+
+
 @pytest.mark.parametrize(
     ("family", "attention", "mode"), [FEW, *(pytest.param(*one, marks=pytest.mark.matrix) for one in ALL if one != FEW)]
 )
@@ -37,18 +43,9 @@ def test_families(family: str, attention: str, mode: str) -> None:
     head = tiny_head(target)
     assert head.device.type == "cuda"
     for lengths in ([7], [9, 3, 7, 13]):
-        inputs = {name: ids.to("cuda") for name, ids in prompts(lengths).items()}
         for tree in (TreeConfig(), TreeConfig(nodes=16), TreeConfig(nodes=16, shared_noise=False)):
             head.tree_config = tree
-            assert_identical_up_to_near_ties(
-                target,
-                head,
-                inputs,
-                into=tally("fp32 on a GPU"),
-                label=f"{family}, {attention}, {mode}",
-                max_new_tokens=40,
-                **MODES[mode],
-            )
+            compare(target, head, lengths, f"{family}, {attention}, {mode}", **MODES[mode])
 
 
 def test_prompts_on_the_host() -> None:
@@ -56,15 +53,7 @@ def test_prompts_on_the_host() -> None:
     target: Any = tiny_target("llama", dtype=torch.float32).to("cuda")
     head = tiny_head(target)
     for mode in ("greedy", "T=1"):
-        assert_identical_up_to_near_ties(
-            target,
-            head,
-            prompts([9, 3, 7, 13]),
-            into=tally("fp32 on a GPU"),
-            label=f"prompts on the host, {mode}",
-            max_new_tokens=40,
-            **MODES[mode],
-        )
+        compare(target, head, [9, 3, 7, 13], f"prompts on the host, {mode}", "cpu", **MODES[mode])
 
 
 @pytest.mark.parametrize("kind", ["head", "draft vocabulary", "eagle", "diffusion"])
@@ -92,15 +81,7 @@ def test_flex_attention(family: str) -> None:
     target.set_attn_implementation("flex_attention")
     head = tiny_head(target)
     for lengths in ([7], [9, 3, 7, 13]):
-        assert_identical_up_to_near_ties(
-            target,
-            head,
-            {name: ids.to("cuda") for name, ids in prompts(lengths).items()},
-            into=tally("fp32 on a GPU, FlexAttention"),
-            label=f"{family}, flex",
-            max_new_tokens=40,
-            **MODES["greedy"],
-        )
+        compare(target, head, lengths, f"{family}, flex", **MODES["greedy"])
 
 
 @needs_a_driver
