@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import replay
+from support.cases import SAMPLERS, replay
 from support.compare import assert_identical, run, same
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.trees import choose_everywhere
@@ -31,17 +31,9 @@ from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.walk import MAX_LEAD, NoiseStream
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "T=1": {"do_sample": True, "top_k": 0},
+    **SAMPLERS,
     "T=1e-5": {"do_sample": True, "top_k": 0, "temperature": 1e-5},
-    "T=.7, top-k": {"do_sample": True, "temperature": 0.7, "top_k": 12},
     "suppressed": {"do_sample": True, "top_k": 0, "suppress_tokens": [4, 9]},
-    "top-p": {"do_sample": True, "top_k": 0, "top_p": 0.7},
-    "top-h": {"do_sample": True, "top_k": 0, "top_h": 0.6},
-    "min-p": {"do_sample": True, "top_k": 0, "min_p": 0.05},
-    "typical": {"do_sample": True, "top_k": 0, "typical_p": 0.7},
-    "epsilon": {"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.02},
-    "eta": {"do_sample": True, "top_k": 0, "eta_cutoff": 0.02},
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support import drawn
 from support.called import Tallies, failures_of
-from support.cases import replay
+from support.cases import SAMPLERS, replay
 from support.compare import assert_identical, run, same
 from support.tiny import (
     PAD,
@@ -48,17 +48,7 @@ TOLD = {"return_dict_in_generate": True}
 
 # Per factor: level -> options of `generate`.
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "sampler": {
-        "greedy": {"do_sample": False},
-        "T=1": {"do_sample": True, "top_k": 0},
-        "T=.7, top-k": {"do_sample": True, "temperature": 0.7, "top_k": 12},
-        "top-p": {"do_sample": True, "top_k": 0, "top_p": 0.8},
-        "min-p": {"do_sample": True, "top_k": 0, "min_p": 0.05},
-        "typical": {"do_sample": True, "top_k": 0, "typical_p": 0.8},
-        "epsilon": {"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.02},
-        "eta": {"do_sample": True, "top_k": 0, "eta_cutoff": 0.02},
-        "top-h": {"do_sample": True, "top_k": 0, "top_h": 0.5},
-    },
+    "sampler": SAMPLERS,
     "history": {
         "none": {},
         "penalty": {"repetition_penalty": 1.3},

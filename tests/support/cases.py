@@ -16,6 +16,17 @@ MODES: dict[str, dict[str, Any]] = {
     "top-p, penalty": {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.2},
     "several EOS": {"do_sample": True, "temperature": 0.7, "eos_token_id": [3, 11, 19, 27], "pad_token_id": 0},
 }
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "T=1": {"do_sample": True, "top_k": 0},
+    "T=.7, top-k": {"do_sample": True, "temperature": 0.7, "top_k": 12},
+    "top-p": {"do_sample": True, "top_k": 0, "top_p": 0.8},
+    "min-p": {"do_sample": True, "top_k": 0, "min_p": 0.05},
+    "typical": {"do_sample": True, "top_k": 0, "typical_p": 0.8},
+    "epsilon": {"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.02},
+    "eta": {"do_sample": True, "top_k": 0, "eta_cutoff": 0.02},
+    "top-h": {"do_sample": True, "top_k": 0, "top_h": 0.5},
+}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 

@@ -3,8 +3,7 @@
 It knows the rules by which the captured rounds live, and raises where CUDA would, or would go wrong without a word:
 
 - an operation on tensors of the device and of the host;
-- a question of the host (a number read, a copy, indices that are masks) while a graph is captured, or in
-  `torch.cuda.set_sync_debug_mode("error")`;
+- a question of the host (a number read, a copy, indices that are masks) while a graph is captured;
 - a draw while a graph is captured.
 
 A graph is a tape of the operations of its capture. A replay runs them again, on the memory that they had and without
@@ -105,10 +104,6 @@ class SimulatedGpu:
         self.attention: Counter[str] = Counter()
         self.generator = torch.Generator()
         self.graph: Graph | None = None  # that is being captured
-        self._sync_mode = "default"
-
-    def set_sync_debug_mode(self, mode: int | str) -> None:
-        self._sync_mode = {0: "default", 1: "warn", 2: "error"}.get(mode, mode)  # type: ignore[call-overload]
 
     def ask(self, what: str) -> None:
         """The host waits for the device.
@@ -118,8 +113,6 @@ class SimulatedGpu:
         """
         if self.graph is not None:
             raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
-        if self._sync_mode == "error":
-            raise RuntimeError(f"called a synchronizing CUDA operation ({what})")
         self.questions[what] += 1
 
     # ---- operations -----------------------------------------------------------------------------------------
@@ -450,7 +443,7 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
         "get_rng_state": lambda device=None: gpu.generator.get_state(),
         "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),
         "manual_seed_all": gpu.generator.manual_seed,
-        "set_sync_debug_mode": gpu.set_sync_debug_mode,
+        "set_sync_debug_mode": lambda mode: None,  # a replay asks nothing here
         "Stream": lambda *args: Mock(),  # all run in the order of the program
         "CUDAGraph": Graph,
         "graph": _capture,
