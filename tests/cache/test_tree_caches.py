@@ -13,9 +13,8 @@ from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from support.turns import next_turn_of
-from torch import Tensor
+from support.users import Listener, OwnError
 from transformers import DynamicCache
-from transformers.generation import BaseStreamer
 
 from hf_dart.cache import slot_cache
 from hf_dart.cache.slot_cache import SlotStore
@@ -209,25 +208,6 @@ def test_a_call_without_a_kept_cache_frees_the_prefill() -> None:
     assert all(layer.keys.shape[2] == 12 for layer in prefilled.layers)
 
 
-class Broken(Exception):
-    """Raised by a streamer."""
-
-
-class Breaking(BaseStreamer):
-    """Takes so many tokens, and no more."""
-
-    def __init__(self, tokens: int) -> None:
-        self.left = tokens
-
-    def put(self, value: Tensor) -> None:
-        self.left -= 1
-        if self.left < 0:
-            raise Broken
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("lengths", [[7], [9, 3, 60]])
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral", marks=pytest.mark.matrix)])
 def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,8 +236,8 @@ def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monke
     if len(lengths) > 1:
         return  # streamers take one row
     cache = DynamicCache(config=target.config)
-    with pytest.raises(Broken):
-        target.generate(**inputs, **options, assistant=drafter, streamer=Breaking(150), **{CACHE: cache})
+    with pytest.raises(OwnError):
+        target.generate(**inputs, **options, assistant=drafter, streamer=Listener(150), **{CACHE: cache})
     check_windows(made[-1])
     held = cache.get_seq_length()
     assert 100 < held <= 7 + 150

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +27,6 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_dart import DartHead
-from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.base import Verified
 from hf_dart.models.stock_steps import CACHE
@@ -325,23 +323,3 @@ def test_a_state_that_cannot_be_written_any_more(change: str, taken_up: list[boo
     ours = run(target, inputs, 1, **{CACHE: cache}, assistant=head, **MODES["greedy"]).sequences
     assert torch.equal(ours, run(target, inputs, 1, **MODES["greedy"]).sequences)
     assert taken_up == [False, False]
-
-
-def states_alive() -> int:
-    """Drafters' states of calls that are in memory, whoever holds them."""
-    return sum(type(one) is SlotCache for one in gc.get_objects())
-
-
-def test_the_state_goes_with_the_cache(pair: tuple[Any, DartHead]) -> None:
-    """Neither head nor model keeps anything of a call, and nothing stays when the cache is gone."""
-    target, head = pair
-    gc.collect()
-    before = states_alive(), set(vars(head)), set(vars(target))
-    cache = DynamicCache(config=target.config)
-    run(target, prompts(RAGGED), 0, **{CACHE: cache}, assistant=head, **MODES["greedy"])
-    output = run(target, prompts([7]), 0, return_dict_in_generate=True, assistant=head, **MODES["greedy"]).output
-    run(target, prompts([7]), 0, assistant=head, **MODES["greedy"])
-    assert (states_alive() - 2, set(vars(head)), set(vars(target))) == before
-    del cache, output
-    gc.collect()
-    assert states_alive() == before[0]

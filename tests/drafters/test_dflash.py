@@ -14,6 +14,7 @@ from support.cases import MODES
 from support.checkpoints import save
 from support.compare import assert_identical, run, tally
 from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_drafter, dflash_tensors, published
+from support.heads import features_of
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
 from support.letters import letters
@@ -25,7 +26,6 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 
 from hf_dart import DartCandidateGenerator, DFlashDrafter, TreeConfig, load_drafter
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.models.verify import features_request, gather_features
 
 TALLY = tally("DFlash drafters in float64")
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
@@ -87,9 +87,7 @@ def test_logits_are_those_of_the_published_forward(target: Any, tmp_path: Path, 
     config = dflash_config(target, ZLAB, **VARIANTS[variant])
     inner = config["dflash_config"]
     tokens = prompts([14, 14, 14])["input_ids"]
-    features = gather_features(
-        target(tokens, **features_request(drafter.feature_layers)), drafter.feature_layers, tokens
-    )
+    features = features_of(target, drafter.feature_layers, tokens)
     lengths = [11, 5, 9]
     table, lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     size = inner.get("block_size", config.get("block_size"))
@@ -114,9 +112,7 @@ def test_an_assistant_gives_the_logits_of_transformers_own(target: Any, tmp_path
     reference = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**config)).double().eval()
     reference.load_state_dict(load_file(tmp_path / "model.safetensors"))
     tokens = prompts([14])["input_ids"]
-    features = gather_features(
-        target(tokens, **features_request(drafter.feature_layers)), drafter.feature_layers, tokens
-    )[:, :9]
+    features = features_of(target, drafter.feature_layers, tokens)[:, :9]
     ours = drafted_in_pieces(drafter, features, tokens, [9])
     block = torch.cat([tokens[:, 9:10], tokens.new_full((1, 5), config["mask_token_id"])], dim=1)
     outputs = reference(

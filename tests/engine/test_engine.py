@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.attention_kernels import attends_to_trees
 from support.cases import batch
-from support.compare import assert_identical, run
+from support.compare import assert_identical
 from support.engines import engine as uncaptured
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
@@ -182,23 +182,6 @@ def test_what_is_no_number_stays_in_its_call(pair: tuple[Any, Any]) -> None:
     assert len(made.tiers) == 1
 
 
-def test_two_calls_at_a_time(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    engine(target, head)
-    wanted = run(target, batch(4, "sdpa"), 0, **GREEDY).sequences
-    found = []
-    threads = [
-        Thread(target=lambda: found.append(target.generate(**batch(4, "sdpa"), assistant=head, **GREEDY)))
-        for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 3
-    assert all(torch.equal(one, wanted) for one in found)
-
-
 def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread calls the target in the middle of a captured round: stock's and the eager round's as ever."""
     target, head = pair
@@ -234,28 +217,6 @@ def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyP
     assert len(found) == 5
     assert all(torch.equal(one, wanted) for one in found)
     assert target.config._attn_implementation == "sdpa"
-
-
-def test_statistics(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens per target forward, each of which is one launch."""
-    target, head = pair
-    engine(target, head)
-    target.generate(**prompts([7]), assistant=head, **GREEDY)
-    forwards = []
-    forward = target.model.layers[0].forward
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        forwards.append(1)
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(target.model.layers[0], "forward", counted)
-    target.generate(**prompts([7]), assistant=head, **GREEDY)  # tries what the target has become
-    forwards.clear()
-    target.generate(**prompts([7]), assistant=head, **GREEDY)
-    stats = head.last_stats
-    assert stats.rounds == len(stats.committed) == len(forwards) - 1  # one is the prefill
-    assert stats.tau == 7 / stats.rounds
-    assert stats.seconds["verify"] > 0
 
 
 def test_what_is_kept(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

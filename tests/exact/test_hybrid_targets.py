@@ -14,7 +14,7 @@ from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_running_states, sampled
 from support.guests import dflash_drafter
-from support.interruptions import TOKENS, assert_goes_on, interrupt
+from support.interruptions import TOKENS, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import KINDS, RAGGED, assert_turns_are_stocks, next_turn_of
 from support.users import TOKENIZER, Listener, Stopped
@@ -108,24 +108,6 @@ def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], cases: int) -> None:
     reached = interrupt(family, kind, lengths, True, cases=cases, seed=1)
     assert len(set(reached)) > 2
-
-
-@pytest.mark.parametrize(
-    ("family", "lengths"),
-    [("lfm2", [7]), *(pytest.param(family, RAGGED, marks=pytest.mark.matrix) for family in TELLS_LENGTH)],
-)
-def test_interrupted_at_every_token(family: str, lengths: list[int]) -> None:
-    """What the cache holds then goes on as if nothing had happened."""
-    target = attach(tiny_target(family))
-    inputs, options = prompts(lengths), {"do_sample": False, "max_new_tokens": TOKENS}
-    stock = run(target, inputs, 0, **options).sequences
-    known = replay(target, inputs, misses=[0.1, 0.7, 0.3, 0.5][: len(lengths)], **options)
-    for token in range(1, TOKENS):
-        cache = DynamicCache(config=target.config)
-        with pytest.raises(Stopped):
-            run(target, inputs, 0, **{CACHE: cache}, assistant=known, streamer=Listener(token, Stopped), **options)
-        assert_goes_on(target, cache, inputs, stock, token, **options, assistant=known)
-    assert_identical(target, known, inputs, **options)
 
 
 @pytest.mark.parametrize("lengths", [[7], pytest.param(RAGGED, marks=pytest.mark.matrix)], ids=str)

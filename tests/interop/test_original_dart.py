@@ -11,13 +11,13 @@ from support.cases import MODES
 from support.checkpoints import save
 from support.compare import assert_identical, tally
 from support.eagle3 import forward, original_checkpoint, original_config, original_tensors
+from support.heads import draft_after, features_of
 from support.letters import letters
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.models.verify import features_request, gather_features
 
 TALLY = tally("heads of DART's code in float64")
 
@@ -38,11 +38,8 @@ def both(
 ) -> tuple[Tensor, Tensor]:
     """Logits [d, M] of a draft after a text: ours, taken in over two calls, and those of the released forward."""
     tokens = prompts([length + 1], vocabulary=40)["input_ids"]
-    states = target(tokens[:, :-1], **features_request(head.feature_layers))
-    features = gather_features(states, head.feature_layers, tokens[:, :-1])
-    state = head.begin(1, 4)
-    head.extend(state, features[:, :5], tokens[:, 1:6], torch.tensor([5]))
-    ours = head.propose(state, features[:, 5:], tokens[:, 6:], torch.tensor([length - 5])).logits[0]
+    features = features_of(target, head.feature_layers, tokens)
+    ours = draft_after(target, head, tokens).logits[0]
     own = {name: weight for name, weight in weights.items() if name != "embed_tokens.weight"}
     table = target.get_input_embeddings().weight
     logits = forward(config, own, table, features[0], tokens[0, 1:], [], masks=config["draft_length"])

@@ -17,7 +17,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from support.eagle3 import forward
 from support.guests import ZLAB, dflash_checkpoint
-from support.heads import peagle_head
+from support.heads import draft_after, features_of, peagle_head
 from support.letters import letters
 from support.ngrams import unpacked
 from support.tiny import prompts, tiny_target
@@ -27,7 +27,6 @@ from torch import Tensor
 from hf_dart import DartHead
 from hf_dart.cli import main
 from hf_dart.interop.vllm import write_vllm
-from hf_dart.models.verify import features_request, gather_features
 from hf_dart.trees.ngram import NgramTable
 
 
@@ -54,11 +53,8 @@ def served(folder: Path, embeddings: Tensor, features: Tensor, tokens: Tensor) -
 def drafted(target: Any, head: DartHead, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [K, M] after a text, and what they were read from: features [T, F] and next tokens [T]."""
     tokens = prompts([length + 1], vocabulary=40)["input_ids"]
-    states = target(tokens[:, :-1], **features_request(head.feature_layers))
-    features = gather_features(states, head.feature_layers, tokens[:, :-1])
-    state = head.begin(1, 4)
-    proposal = head.propose(state, features, tokens[:, 1:], torch.tensor([length]))
-    return proposal.logits[0], features[0], tokens[0, 1:]
+    features = features_of(target, head.feature_layers, tokens)
+    return draft_after(target, head, tokens).logits[0], features[0], tokens[0, 1:]
 
 
 @torch.no_grad()
