@@ -15,13 +15,12 @@ from huggingface_hub import EvalResultEntry, ModelCard
 
 from hf_dart.errors import INSTALLED_FROM
 from hf_dart.hub.facts import HeadFacts
-from hf_dart.view.tables import OURS, UNREADABLE, Verdict, as_table, labels, markdown
+from hf_dart.view.tables import OURS, UNREADABLE, Verdict, as_table, labels
 
 BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"
 END = "<!-- hf-dart: end -->"
 _TAGS = ("speculative-decoding", "draft-model", "custom_generate")
 _STAY = ("library_name", "pipeline_tag")
-_DEPTHS = 8  # depths shown in a card; bench.json has all
 _HOME = "https://huggingface.co/"
 _TEMPLATE, _SECTION = Path(__file__).with_name("card.md"), "<!-- section -->"
 
@@ -136,15 +135,17 @@ def _fields(facts: HeadFacts) -> dict[str, Any]:
         "bench_same": "",
         "target": facts.target or "its target",
         "other": "widths, layers or vocabulary" if borrows else "vocabulary",
-        "source": texts.source,
     }
+    if texts.paper is not None:
+        number, title = texts.paper
+        fields |= {"tag": texts.tag, "number": number, "title": title, "year": f"20{number[:2]}"}
     if facts.repository is not None and facts.base_model is not None:
         class_name = facts.kind.drafter.__name__
         fields |= {"installed_from": INSTALLED_FROM, "module": facts.kind.module, "class_name": class_name}
         fields |= {"base_model": facts.base_model, "repository": facts.repository}
     if facts.bench is not None:
         fields |= {"bench_command": facts.bench["command"], "bench_table": as_table(facts.bench)}
-        fields |= {"bench_depths": _by_depth(facts.bench), "bench_same": _same(facts.bench)}
+        fields |= {"bench_same": _same(facts.bench)}
     if facts.training is not None:
         recipe = facts.training.get("recipe", {})
         shown = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
@@ -190,22 +191,6 @@ def _said(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_said(one)}" for name, one in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _by_depth(bench: dict[str, Any]) -> str:
-    """Return a table of the share of rounds at batch 1 by accepted depth."""
-    alone = [(one, case) for one, case in _ours(bench) if one["batch"] == 1]
-    if not alone:
-        return ""
-    depths = min(_DEPTHS, max(len(one["accepted_per_depth"]) for one, _ in alone))
-    rows = []
-    for one, case in alone:
-        accepted = [*one["accepted_per_depth"], *[0] * depths][:depths]
-        mode = ", ".join(filter(None, [one["mode"], case]))
-        rows.append([mode, *(f"{times / one['rounds']:.0%}" for times in accepted)])
-    table = markdown(["mode", *(str(depth + 1) for depth in range(depths))], rows)
-    said = "Share of the rounds at batch 1 in which at least so many drafted tokens were accepted:"
-    return "\n".join(["", "", said, "", *table])
 
 
 def _same(bench: dict[str, Any]) -> str:

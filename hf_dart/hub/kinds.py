@@ -20,14 +20,14 @@ class CardTexts:
         short: what it is called in code, and where nothing else is meant.
         tag: of the card's front matter.
         introduced: as `called`, with a link to the paper.
-        source: the paper in BibTeX.
+        paper: its number on arXiv and its title.
     """
 
     called: str
     short: str
     tag: str
     introduced: str
-    source: str
+    paper: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class ToyTrainer(DrafterTrainer):
 
 
 @register("toy", config=ToyConfig, trainer="toy_drafter:ToyTrainer",
-          card=CardTexts("a toy", "toy", "toy", "A toy", "None."))
+          card=CardTexts("a toy", "toy", "toy", "A toy"))
 class ToyDrafter(TrainedDrafter):
     described_as = "toy"
 
