@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import yaml
-from huggingface_hub import (
-    CommitInfo,
-    CommitOperationAdd,
-    CommitOperationDelete,
-    HfApi,
-    constants,
-    eval_result_entries_to_yaml,
-)
+from huggingface_hub import CommitInfo, HfApi, constants, eval_result_entries_to_yaml
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
@@ -32,11 +25,11 @@ from hf_dart.hub.machine import versions
 BENCH = "bench.json"
 # A trainer's folder holds optimizer states too, which nobody needs to draft.
 _WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", TRAINING_RECORD)
-_OURS = re.compile(
-    r"adapter_config\.json|adapter_model\.safetensors|draft_vocabulary\.safetensors|training\.json|bench\.json|"
-    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\.eval_results/hf_dart\.yaml"
-)
-"""Files of a drafter's repository that belong to the weights they were pushed with."""
+_OURS = [
+    "adapter_config.json", "adapter_model.safetensors", "draft_vocabulary.safetensors", TRAINING_RECORD, BENCH,
+    "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", ".eval_results/hf_dart.yaml",
+]  # fmt: skip
+"""Files of an earlier push, which would be read together with other weights, or describe them."""
 _CUSTOM_GENERATE = Path(__file__).parent / "custom_generate"
 _LOGGER = logging.getLogger(__name__)
 
@@ -96,23 +89,18 @@ def push_folder(
                 BEGIN,
                 END,
             )
-        files = repository_files(folder, replace(facts, repository=repository), card)
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [
-            CommitOperationAdd(path, content) for path, content in files.items()
-        ]
-        # Files of an earlier push would be read together with these weights, or describe others.
-        there = api.list_repo_files(repository, revision=parent)
-        operations += [CommitOperationDelete(path) for path in there if path not in files and _OURS.fullmatch(path)]
-        # With the parent commit, a card that is changed meanwhile is not overwritten.
-        return api.create_commit(
-            repository,
-            operations,
-            commit_message=commit_message or f"Upload {facts.kind.drafter.__name__}",
-            commit_description=commit_description,
-            revision=revision,
-            create_pr=create_pr,
-            parent_commit=parent,
-        )
+        with TemporaryDirectory() as whole:
+            write_files(Path(whole), repository_files(folder, replace(facts, repository=repository), card))
+            return api.upload_folder(
+                repo_id=repository,
+                folder_path=whole,
+                commit_message=commit_message or f"Upload {facts.kind.drafter.__name__}",
+                commit_description=commit_description,
+                revision=revision,
+                create_pr=create_pr,
+                parent_commit=parent,  # a card that is changed meanwhile is not overwritten
+                delete_patterns=_OURS,
+            )
 
 
 def write_folder(folder: str | Path, destination: str | Path, repository: str, **known: Any) -> None:
