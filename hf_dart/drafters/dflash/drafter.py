@@ -10,7 +10,6 @@ The layers are Qwen3's, as in both published formats (`dflash.configuration`); n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -71,7 +70,6 @@ class DFlashDrafter(TrainedDrafter):
         with torch.device("cpu"):
             rotary = Qwen3RotaryEmbedding(shape)
         self._frequencies, self._rotation_scale = torch.cat([rotary.inv_freq] * 2), rotary.attention_scaling
-        self._names: dict[str, str] = {}
         self.post_init()
 
     @classmethod
@@ -93,11 +91,13 @@ class DFlashDrafter(TrainedDrafter):
             drafter = cls(config)  # nothing is allocated by what a config says alone
         shape, files = drafter.shape, weight_files(path, **where)
         stored, own = weight_shapes(files, path), drafter.state_dict()
-        drafter._names = {name: _published_name(name, shape.names, stored) for name in own}
+        names = {name: renamed(name, shape.names) for name in own}
+        # Codebooks are plain tensors in z-lab's files, and those of embeddings in what its code writes.
+        names |= {ours: f"{name}.weight" for ours, name in names.items() if f"{name}.weight" in stored}
         weights = read_weights(
             files,
             path,
-            drafter._names,
+            names,
             {name: tuple(tensor.shape) for name, tensor in own.items()},
             vocab_size=shape.vocab_size,
             draft_vocab_size=shape.draft_vocab_size,
@@ -109,14 +109,9 @@ class DFlashDrafter(TrainedDrafter):
         return drafter.requires_grad_(False)
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
-        """Write the drafter in our format: its published config.json with what is known of its target, and weights.
-
-        Raises:
-            ValueError: it was not loaded from files.
-        """
-        if not self._names:
-            raise ValueError("This DFlash drafter was made, not loaded; only what was published can be saved.")
-        named = {self._names[name]: tensor for name, tensor in self.state_dict().items() if name in self._names}
+        """Write the drafter in our format: its published config.json with what is known of its target, and weights."""
+        own = {name: tensor for name, tensor in self.state_dict().items() if name != "draft_vocabulary"}
+        named = {renamed(name, self.shape.names): tensor for name, tensor in own.items()}
         if self.draft_vocabulary is not None:
             named |= vocabulary_maps(self.draft_vocabulary, self.config.vocab_size)
         super().save_pretrained(save_directory, state_dict=named, **kwargs)
@@ -231,9 +226,3 @@ def _check_mask_token(token: int, tokenizer: Any) -> None:
             f"This DFlash drafter masks with token {token}, which this target's tokenizer uses for {name!r}; it was "
             "made for another tokenizer, use the drafter that was published for this target."
         )
-
-
-def _published_name(name: str, names: dict[str, str], stored: Mapping[str, Any]) -> str:
-    theirs = renamed(name, names)
-    # Codebooks are plain tensors in z-lab's files, and those of embeddings in what its code writes.
-    return f"{theirs}.weight" if theirs not in stored and f"{theirs}.weight" in stored else theirs
