@@ -98,9 +98,9 @@ def test_layers_built_otherwise_are_refused(family: str) -> None:
 
 
 def test_what_a_copy_needs(target: Any) -> None:
+    assert tiny_head(target, copy_layer=1, feature_layers=[0, 2]).feature_layers == [0, 1, 2]
     for wrong, word in (
         ({"copy_layer": 99}, "decoder layers"),
-        ({"copy_layer": 1, "feature_layers": [0, 2]}, "add 1 to feature_layers"),
         ({"copy_layer": 1, "input_form": "pair"}, "'stream'"),
         ({"copy_layer": 1, "mask_mode": "peagle", "mask_token_id": 3, "feature_layers": [1]}, "input_form"),
         ({"input_form": "residual"}, "one of pair, stream"),

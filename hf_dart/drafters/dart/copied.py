@@ -59,32 +59,27 @@ def copied_fields(target: PreTrainedModel, first: int | Literal["last"], **confi
         config: fields of the user's own, `num_layers` among them.
 
     Raises:
-        ValueError: the target has no such layers, the head is told not to read what the first of them reads, or they
-            are built otherwise than the head's.
+        ValueError: the target has no such layers.
     """
     count, depth = config.get("num_layers", 1), layer_count(target)
     first = depth - count if first == "last" else first
     states = [_weights(layer, target) for layer in _layers(target, first, count)]
-    features = config.get("feature_layers", {*default_feature_layers(depth), first})
-    if first not in features:
-        raise ValueError(
-            f"A head that begins with layer {first} of the target needs what that layer reads; add {first} to "
-            "feature_layers."
-        )
     names = set(states[0])
+    frequencies = getattr(getattr(target.get_decoder(), "rotary_emb", None), "inv_freq", None)
     fields: dict[str, Any] = {
         "input_form": "stream",
         "copied_layer": first,
-        "feature_layers": sorted(features),
+        "feature_layers": default_feature_layers(depth),
         "attention_bias": "self_attn.q_proj.bias" in names,
         "output_bias": "self_attn.o_proj.bias" in names,
         "qk_norm": "self_attn.q_norm.weight" in names,
-        "rope_frequencies": _rope_frequencies(target),
+        "rope_frequencies": None if frequencies is None else frequencies.tolist(),
         "fingerprint": fingerprint(weight for state in states for weight in state.values()),
     }
     if (gate := states[0].get("mlp.gate_proj.weight")) is not None:
         fields["intermediate_size"] = len(gate)
-    return {**fields, **config}
+    fields |= config
+    return {**fields, "feature_layers": sorted({*fields["feature_layers"], first})}  # what the first of them reads
 
 
 def initialise(head: DartModel, target: PreTrainedModel) -> None:
@@ -179,8 +174,3 @@ def _take_over(copy: Any, source: Any, state: dict[str, Tensor], config: DartCon
         theirs = source(x, attention_mask=added, position_ids=positions, position_embeddings=rotary)
     if not same(ours, theirs[0] if isinstance(theirs, tuple) else theirs):
         raise ValueError("it computes something else")
-
-
-def _rope_frequencies(target: PreTrainedModel) -> list[float] | None:
-    frequencies = getattr(getattr(target.get_decoder(), "rotary_emb", None), "inv_freq", None)
-    return None if frequencies is None else frequencies.tolist()
