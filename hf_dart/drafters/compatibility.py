@@ -19,17 +19,6 @@ def unwrapped(model: Any) -> Any:
     Raises:
         TypeError: it is no model, or a drafter.
     """
-    _refuse_no_target(model)
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
-        if inner is None or inner is model:
-            return model
-        model = inner
-
-
-def _refuse_no_target(model: Any) -> None:
     if isinstance(model, Drafter):
         raise TypeError(f"{type(model).__name__} is a drafter and no target; give the target first, then the drafter.")
     if not isinstance(model, nn.Module):
@@ -37,6 +26,13 @@ def _refuse_no_target(model: Any) -> None:
             f"The target is a model of transformers, not {model!r:.100}; load it with "
             "AutoModelForCausalLM.from_pretrained, and give that."
         )
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+        if inner is None or inner is model:
+            return model
+        model = inner
 
 
 def check_compatible(config: Any, target: PreTrainedModel, tokenizer: Any = None) -> None:

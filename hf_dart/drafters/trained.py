@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self
@@ -283,7 +281,13 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             drafter = cls._of_files(path, config, **where)
         else:
             drafter = cls._of_published(path, content, target, tokenizer, **where)
-        return adopted(drafter, path, target, tokenizer, wanted)._with_table(ngram)
+        drafter.name_or_path = path
+        wanted = drafter.dtype if wanted == "auto" else wanted
+        if target is None:
+            drafter.to(dtype=wanted or drafter.dtype).eval()
+        else:
+            attach_to(drafter, target, tokenizer, wanted)
+        return drafter._with_table(ngram)
 
     @classmethod
     def _of_files(cls, path: str, config: Any, **where: Any) -> Self:
@@ -342,38 +346,16 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
                 base_model, bench_dataset, license, language, datasets, tags, as for
                 `hf_dart.hub.publish.push_folder`, which also says what is raised.
         """
+        name, place = self.name_or_path, self._place
         with TemporaryDirectory() as folder:
-            with self.keeping_location():
+            try:
                 self.save_pretrained(folder, max_shard_size=max_shard_size)
+            finally:
+                self.name_or_path, self._place = name, place  # a folder of a temporary name is none to be found in
             commit = push_folder(folder, repo_id, **options)
         if not options.get("create_pr"):
             self.record_location(commit.repo_url.repo_id, revision=options.get("revision"))
         return commit
-
-    @contextmanager
-    def keeping_location(self) -> Iterator[None]:
-        """Keep the recorded location while the drafter is written to a folder of a temporary name."""
-        name, place = self.name_or_path, self._place
-        try:
-            yield
-        finally:
-            self.name_or_path, self._place = name, place
-
-
-def adopted(drafter: Any, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any) -> Any:
-    """Return a drafter with the weights that lie in `path`, in eval mode and attached to `target` if there is one.
-
-    Args:
-        drafter: a [`TrainedDrafter`].
-        path: a folder or a Hub repository.
-        target, tokenizer: as for `attach_to`.
-        dtype: of its weights; None is the target's, "auto" what they have.
-    """
-    drafter.name_or_path = path
-    wanted = drafter.dtype if dtype == "auto" else dtype
-    if target is None:
-        return drafter.to(dtype=wanted or drafter.dtype).eval()
-    return attach_to(drafter, target, tokenizer, wanted)
 
 
 def attach_to(drafter: Any, target: PreTrainedModel, tokenizer: Any, dtype: torch.dtype | None = None) -> Any:
