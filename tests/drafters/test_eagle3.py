@@ -300,11 +300,11 @@ def test_pickles_that_are_not_opened(target: Any, tmp_path: Path) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, part in parts.items():
             archive.writestr(name, part)
-    not_read(lambda: load(folder, target), "as torch.save writes it")
+    not_read(lambda: load(folder, target), "as torch.save writes them")
     with zipfile.ZipFile(file, "w") as archive:
         for name, part in parts.items():
             archive.writestr(name, part + b"." * 2**25 if name.endswith("data.pkl") else part)
-    not_read(lambda: load(folder, target), "names its tensors in")
+    not_read(lambda: load(folder, target), "more than tensors")
     assert not mark.exists()
 
 
