@@ -10,7 +10,7 @@ from typing import Any
 from hf_dart.bench.pair import load_head
 from hf_dart.cli.common import say
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.hub.loading import DTYPES, PACKAGED_TARGET, load_target, read_tokenizer
+from hf_dart.hub.loading import DTYPES, PACKAGED_TARGET, load_target, load_tokenizer
 
 
 def add(commands: Any) -> None:
@@ -71,5 +71,5 @@ def _convert_head(arguments: argparse.Namespace) -> None:
 def _convert_ngrams(arguments: argparse.Namespace) -> None:
     from hf_dart.interop.trie import read_trie
 
-    tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
+    tokenizer = load_tokenizer(arguments.tokenizer)
     read_trie(arguments.source, arguments.out, tokenizer=tokenizer, progress=say)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dart.cli.common import positive, say, sizes
 from hf_dart.errors import UserError, as_user_error, read_text
-from hf_dart.hub.loading import PACKAGED_TARGET, read_tokenizer
+from hf_dart.hub.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from hf_dart.trees.ngram import NgramTable
@@ -57,7 +57,7 @@ def _add_min_counts(parser: argparse.ArgumentParser) -> None:
 def _build(arguments: argparse.Namespace) -> int:
     from hf_dart.trees.ngram import build as ngram_build
 
-    tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
+    tokenizer = load_tokenizer(arguments.tokenizer)
     begun = perf_counter()
     with as_user_error(ValueError, KeyError, OSError):  # a full disk, among others
         table = ngram_build.build(
@@ -92,7 +92,7 @@ def _info(arguments: argparse.Namespace) -> int:
     with as_user_error(ValueError):
         table = NgramTable.load(arguments.table)
         if arguments.tokenizer is not None:
-            tokenizer = read_tokenizer(arguments.tokenizer)
+            tokenizer = load_tokenizer(arguments.tokenizer)
             table.check_vocabulary(vocabulary_hash(tokenizer), len(tokenizer))
     _describe(table)
     return 0

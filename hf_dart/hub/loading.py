@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,34 +13,24 @@ PACKAGED_TARGET, PACKAGED_HEAD = (Path(__file__).parents[1] / "demo_pair" / part
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 
-_QUICK = 2**28
-"""Bytes of weights that are read in less than a second."""
-
-
 def target_path(target: str | None) -> str:
     """Return the folder or Hub id that a target's name stands for; None is `PACKAGED`."""
     return str(PACKAGED_TARGET) if target in (None, "", PACKAGED) else str(target)
 
 
-def load_tokenizer(target: str | None = None) -> Any:
+def load_tokenizer(name: str | None = None, **options: Any) -> Any:
     """Load the tokenizer of a target, a folder or Hub id (as for `load_target`), without the model.
 
-    Raises:
-        UserError: it cannot be loaded.
-    """
-    path = target_path(target)
-    check_path("target", path)
-    return read_tokenizer(path)
-
-
-def read_tokenizer(path: str, **options: Any) -> Any:
-    """Load the tokenizer in a folder or on the Hub, with or without a model; options as `from_pretrained`'s.
+    Args:
+        name: as for `load_target`; it may hold a tokenizer alone.
+        options: as for `from_pretrained`.
 
     Raises:
         UserError: it cannot be loaded, or there is none.
     """
     from transformers import AutoTokenizer
 
+    path = target_path(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:  # as in load_target
@@ -82,13 +70,11 @@ def load_target(
     if device_map is not None:
         options["device_map"] = device_map
     revision = {"revision": options["revision"]} if "revision" in options and tokenizer is None else {}
-    weights = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     try:
-        with without_bars() if 0 < weights < _QUICK else nullcontext():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except Exception as error:  # whatever transformers, safetensors and tokenizers raise of damaged files
         raise UserError(f"Cannot load the target {path!r}: {sentence(error)}") from error
-    return model, read_tokenizer(tokenizer or path, **revision)
+    return model, load_tokenizer(tokenizer or path, **revision)
 
 
 def check_path(what: str, path: str) -> None:
@@ -100,19 +86,3 @@ def check_path(what: str, path: str) -> None:
             raise UserError(f"The folder {path!r} holds no config.json; {remedy}")
     elif missing_folder(path) or folder.exists():
         raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Keep transformers from showing progress bars inside: for files that are read in less than a second."""
-    from huggingface_hub.utils import are_progress_bars_disabled
-    from transformers.utils import logging
-
-    if are_progress_bars_disabled() or not logging.is_progress_bar_enabled():  # leave them as they are
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()

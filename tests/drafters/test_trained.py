@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,10 @@ from support.eagle3 import original_config, original_tensors
 from support.guests import ZLAB, dflash_config, dflash_tensors
 from support.sentences import refused
 from support.tiny import VOCABULARY, tiny_head, tiny_target
-from transformers import AutoTokenizer
-from transformers.utils import logging
 
 from hf_dart import DartHead, DFlashDrafter, NgramTable
 from hf_dart.bench.baselines import methods
 from hf_dart.bench.pair import Pair
-from hf_dart.hub.loading import PACKAGED_TARGET, load_target
 from hf_dart.trees.ngram.build import build
 
 
@@ -87,26 +83,3 @@ def test_a_published_dflash_drafter(tmp_path: Path) -> None:
         DFlashDrafter.from_pretrained(path, target=target, revison="main")
     pair = Pair(target, tiny_head(target), None, "target", "head")
     assert "hf_dart, published" in methods(pair, (), drafters=[drafter])
-
-
-@pytest.fixture
-def bars() -> Iterator[None]:
-    """Progress bars as in a new process; commands turn them off for their own."""
-    before = logging.is_progress_bar_enabled()
-    logging.enable_progress_bar()
-    yield
-    if not before:
-        logging.disable_progress_bar()
-
-
-@pytest.mark.usefixtures("bars")
-def test_no_bar_for_what_is_read_at_once(tmp_path: Path, target: Any, capfd: pytest.CaptureFixture[str]) -> None:
-    plain(target, tmp_path / "head")
-    target.save_pretrained(tmp_path / "target")
-    AutoTokenizer.from_pretrained(PACKAGED_TARGET).save_pretrained(tmp_path / "target")
-    capfd.readouterr()
-    DartHead.from_pretrained(str(tmp_path / "head"), target=target)
-    load_target(str(tmp_path / "target"))
-    assert capfd.readouterr().err == ""
-    type(target).from_pretrained(tmp_path / "target")
-    assert "Loading weights" in capfd.readouterr().err  # a user's own calls show what they always do
