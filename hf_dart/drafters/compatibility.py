@@ -27,9 +27,8 @@ def unwrapped(model: Any) -> Any:
             "AutoModelForCausalLM.from_pretrained, and give that."
         )
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
+        base = getattr(model, "get_base_model", lambda: None)
+        inner = getattr(model, "_orig_mod", None) or base()
         if inner is None or inner is model:
             return model
         model = inner
