@@ -241,17 +241,13 @@ def refuse_in_seat(request: Request) -> None:
     """Raise for calls that no seat takes (`hf_dart.decoding.seats`).
 
     Raises:
-        ValueError: several rows; collected hidden states; processors, criteria or streamers that may draw.
+        ValueError: several rows; collected hidden states.
     """
-    refused = {
-        f"has {len(request.input_ids)} rows": len(request.input_ids) > 1,
-        "collects hidden states": request.collects("output_hidden_states"),
-        "draws with processors, criteria or a streamer of its own": request.in_step
-        and request.generation_config.do_sample,
-    }
-    for what, applies in refused.items():
-        if applies:
-            raise ValueError(f"A seat takes calls of one row that draw nothing themselves, and this one {what}.")
+    rows = len(request.input_ids)
+    if rows > 1:
+        raise ValueError(f"This request has {rows} rows; give each a request of its own, and num_return_sequences=1.")
+    if request.collects("output_hidden_states"):
+        raise ValueError("Hidden states are not collected of requests that share a forward; call generate for them.")
 
 
 def refuse_options(

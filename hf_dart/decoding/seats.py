@@ -51,7 +51,7 @@ class Seats:
             raise ValueError(f"All {self.size} seats are taken; call round() until one is free.")
         like, verify = session.verify, self._verify
         if like.shift is not None:
-            raise ValueError("A seat takes texts at their usual positions; run this call by generate.")
+            raise ValueError("Seats take prompts at their usual positions, and this one is not; call generate for it.")
         if verify is None:
             verify = Verifier(like.target, session.cache.of_seats(1), like.kinds, like.feature_layers)
         elif like.target is verify.target and like.feature_layers == verify.feature_layers:

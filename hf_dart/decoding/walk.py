@@ -10,14 +10,15 @@ look at the same blocks (Gumbel-max coupling of drafter and target).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import Self
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList
 
 from hf_dart.decoding.processors import of_rows, scores_alone
@@ -112,6 +113,10 @@ class Walker:
 
     def _step(self, nodes: dict[int, int], logits: Tensor) -> dict[int, int]:
         """Stock's own step: the target's tokens at one node of every row, emitted; nothing once all rows have ended."""
+        with nullcontext() if self._noise is None or self._noise.given is None else _DrawsNothing():
+            return self._stocks_step(nodes, logits)
+
+    def _stocks_step(self, nodes: dict[int, int], logits: Tensor) -> dict[int, int]:
         chosen = self._choose_as_stock(logits[torch.arange(len(nodes)), torch.tensor([*nodes.values()])])
         ids = self._rows.append_all(chosen, self.scores)
         self._streaming.send()
@@ -167,7 +172,25 @@ class Walker:
             self.logits += (logits,)
         if self._noise is None:
             return torch.argmax(scores, dim=-1)
-        return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+        return torch.multinomial(scores.softmax(-1), num_samples=1, generator=self._noise.given).squeeze(1)
+
+
+class _DrawsNothing(TorchDispatchMode):
+    """Context in which this thread draws from no default generator, where tokens are drawn from another one.
+
+    Processors that draw share stock's generator with the tokens. Other threads may use it now.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None:
+            given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
+            if given.get("dropout_p", 0.0 if "attention" in func._schema.name else None) != 0.0:
+                raise ValueError(
+                    "A processor, criterion or streamer of this call draws random numbers, for which stock and the "
+                    "tokens share one generator; run it by generate, without others at the same time."
+                )
+        return func(*args, **kwargs)
 
 
 def chooses_everywhere(processors: LogitsProcessorList, device: torch.device) -> bool:
@@ -215,6 +238,9 @@ class NoiseStream:
         vocab_size: V; 0 if that is not known yet, and `vocab_size` is set before anything is drawn.
         forecast: tokens will be drawn from the default generator itself, as they come; this stream leaves it alone.
         generator: whose numbers it draws and moves in the place of the default generator's; None for that one.
+
+    Attributes:
+        given: that generator.
     """
 
     def __init__(
@@ -229,7 +255,7 @@ class NoiseStream:
         self._batch_size, self.vocab_size = batch_size, vocab_size
         self._device = device
         self._generator = torch.Generator(device)
-        self._forecast, self._given = forecast, generator
+        self._forecast, self.given = forecast, generator
         self._drawn = 0  # positions
         self._needed = 0  # the oldest position that a row still needs
         # By position; the oldest are dropped when no row needs them any more. Each entry is complete by itself, so
@@ -242,14 +268,14 @@ class NoiseStream:
         """Go on from the state of the default generator; `end` has to follow, whatever happens in between."""
         with _lock:
             alone = self._device not in _leading
-            if self._given is not None:
-                self._generator.set_state(self._given.get_state())
+            if self.given is not None:
+                self._generator.set_state(self.given.get_state())
             elif alone or self._forecast:
                 self._generator.set_state(generator_state(self._device))
             else:
                 self._generator.manual_seed(int(torch.randint(2**63 - 1, (), device=self._device)))
             self._states[0] = self._generator.get_state()
-            if alone and not self._forecast and self._given is None:
+            if alone and not self._forecast and self.given is None:
                 _leading[self._device] = self
         return self
 
@@ -312,9 +338,9 @@ class NoiseStream:
             if steps:  # else it was not moved, unless by others
                 set_generator_state(self._device, self._states[steps])
             self.end()
-        elif self._given is not None:
+        elif self.given is not None:
             self._draw_to(steps)
-            self._given.set_state(self._states[steps])
+            self.given.set_state(self._states[steps])
 
     def end(self) -> None:
         """Let the next stream begin at the state of the default generator."""

@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
-from support.users import TOKENIZER, OwnError
+from support.users import TOKENIZER, OwnError, Processor
 from transformers import LogitsProcessor
 
 from hf_dart import Batcher, LookupDrafter, attach
@@ -50,7 +50,7 @@ class Scheduled(Batcher):
         super().__init__(*args, **options)
         self.rounds = 0
         self.schedule: dict[int, list[Callable[[], None]]] = defaultdict(list)
-        self.most_at_once = 0
+        self.most_at_once = self.most_held = 0
 
     def _round(self) -> None:
         self.rounds += 1
@@ -58,6 +58,8 @@ class Scheduled(Batcher):
             action()
         super()._round()
         self.most_at_once = max(self.most_at_once, self.running)
+        held = [call.request.most for call in self._running]
+        self.most_held = max(self.most_held, len(held) * max(held, default=0))
 
 
 @dataclass
@@ -77,13 +79,15 @@ def draw(random: Random, number: int) -> Drawn:
     options: dict[str, Any] = {"do_sample": random.random() < 0.7, "max_new_tokens": random.choice([1, 6, 14, 30])}
     if options["do_sample"]:
         options |= random.choice([{"top_k": 0}, {"top_k": 0}, {"temperature": 0.7, "top_p": 0.9}, {"top_k": 5}])
-    elif random.random() < 0.3:
+    if random.random() < 0.3:
         options |= {"return_dict_in_generate": True, "output_scores": True}
     options |= random.choice([{}, {"eos_token_id": [3, 11], "pad_token_id": 0}, {"repetition_penalty": 1.3}])
     options |= random.choice([{}, {}, {}, {"stop_strings": ["q", "xy", "B"], "tokenizer": TOKENIZER}])
-    fails = not options["do_sample"] and random.random() < 0.2
+    fails = random.random() < 0.15
     if fails:
         options["logits_processor"] = [Fails(length + random.randint(0, 8))]
+    elif random.random() < 0.15:
+        options["logits_processor"] = [Processor("reads ids")]
     stays = random.choice([None, None, None, 0, 1, 4])
     return Drawn(prompts([length], seed=number), options, number, random.randint(1, 25), stays, fails)
 
@@ -164,6 +168,7 @@ def test_each_writes_what_it_writes_alone(
     handles = run(batcher, requests)
     assert torch.equal(torch.get_rng_state(), before)
     assert batcher.most_at_once > 1
+    assert batcher.most_held <= batcher.max_tokens
     assert (batcher.running, batcher.waiting) == (0, 0)
     for request, handle in zip(requests, handles, strict=True):
         check(target, request, handle)
@@ -211,6 +216,7 @@ def test_first_come_first_served() -> None:
     batcher.submit(**prompts([5]), do_sample=False, max_new_tokens=9).result()
     batcher.close()
     assert order == [*sizes]
+    assert batcher.most_held == 90
 
 
 def test_refusals() -> None:
@@ -220,7 +226,7 @@ def test_refusals() -> None:
         ({"num_beams": 2}, "leave out num_beams=2"),
         ({"num_return_sequences": 2, "do_sample": True}, "has 2 rows"),
         ({"max_new_tokens": 46}, "may hold 51 tokens, 5 of its prompt"),
-        ({"return_dict_in_generate": True, "output_hidden_states": True}, "collects hidden states"),
+        ({"return_dict_in_generate": True, "output_hidden_states": True}, "Hidden states are not"),
     ):
         with pytest.raises(ValueError, match=words):
             batcher.submit(**prompts([5]), **{"max_new_tokens": 9, **options})
@@ -230,6 +236,21 @@ def test_refusals() -> None:
         batcher.submit([3, 4])
     with pytest.raises(ValueError, match="seats is 0"):
         Batcher(target, seats=0)
+
+
+def test_processors_that_draw() -> None:
+    """They would share the generator of the tokens, which is not the default one here."""
+    target = tiny_target("llama")
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 12}
+    with Batcher(target, tiny_head(target)) as batcher:
+        good = batcher.submit(**prompts([5]), **options, seed=3, guidance_scale=1.5)  # runs the target once more
+        bad = batcher.submit(**prompts([5]), **options, logits_processor=[Processor("draws")])
+    with pytest.raises(ValueError, match="draws random numbers"):
+        bad.result()
+    torch.manual_seed(3)
+    assert torch.equal(
+        good.result(), type(target).generate(target, **prompts([5]), **options, guidance_scale=1.5)
+    )
 
 
 def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
