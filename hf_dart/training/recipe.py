@@ -50,7 +50,7 @@ def trainer_of(drafter: str) -> type[DrafterTrainer[Any]]:
     """
     known = trainers()
     if drafter not in known:
-        raise ValueError(f"drafter is {drafter!r}; give one of {', '.join(known)}.")
+        raise ValueError(f"drafter is {drafter!r}; give one of {', '.join(sorted(known))}.")
     module, _, name = known[drafter][1].partition(":")
     return getattr(import_module(module), name)
 
@@ -70,7 +70,7 @@ def parser(drafter: str = "dart") -> HfArgumentParser:
     )
     made.description = description
     kinds = next(action for action in made._actions if action.dest == "drafter")
-    kinds.choices = list(trainers())
+    kinds.choices = sorted(trainers())
     return made
 
 

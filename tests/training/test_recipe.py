@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -26,6 +29,22 @@ def test_flags_override_a_recipe(tmp_path: Path) -> None:
     assert not options.data.packing
     assert options.given["packing"] is False
     assert "warmup_steps" not in options.given
+
+
+def test_the_recipe_for_gemma_reads_and_its_prompts_are_written(tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "examples" / "gemma3_270m"
+    options = read_recipe([str(folder / "head.yaml")])
+    assert options.training.max_steps * options.training.per_device_train_batch_size * options.data.max_length > 4e6
+    chat = [{"from": "system", "value": "-"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
+    (tmp_path / "sharegpt.json").write_text(json.dumps([{"conversations": chat}, {"conversations": chat[2:]}]))
+    solved = [{"question": f"{n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}"} for n in range(5)]
+    (tmp_path / "gsm8k_train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
+    output = tmp_path / "out" / "prompts.jsonl"
+    subprocess.run([sys.executable, folder / "prompts.py", tmp_path, output], check=True, capture_output=True)
+    texts = [json.loads(line)["text"] for line in output.read_text().splitlines()]
+    assert texts[0] == "User: Hi\nAssistant: Hello."
+    assert texts[1].startswith("Question: 0 + 1?\nAnswer: 0 + 1 = 1\n\nQuestion: 1")
+    assert [len(text.split("Question: ")) - 1 for text in texts] == [0, 4, 1]
 
 
 def test_fsdp_is_a_word_in_a_recipe(tmp_path: Path) -> None:
@@ -70,4 +89,4 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in shown for name in ("--train_data", "--revealed_share", "--denoise_steps"))
     assert "--selector_rank" not in shown
     assert main(["train", "--drafter=ngram", "--output_dir", "runs"]) == 2
-    assert "drafter is 'ngram'; give one of dart, edit, diffusion, eagle." in capsys.readouterr().err
+    assert "drafter is 'ngram'; give one of dart, diffusion, eagle, edit." in capsys.readouterr().err
