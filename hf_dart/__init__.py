@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.drafters.mtp.drafter import MtpDrafter
     from hf_dart.engine.engine import compile
+    from hf_dart.learning.learner import Learner
     from hf_dart.serve.batcher import Batcher
     from hf_dart.serve.many import generate_many, iterate_many
     from hf_dart.trees.config import TreeConfig
@@ -35,6 +36,7 @@ __all__ = [
     "DiffusionDrafter",
     "EagleDrafter",
     "LanguageModelDrafter",
+    "Learner",
     "LookupDrafter",
     "MtpDrafter",
     "NgramTable",
@@ -60,6 +62,7 @@ _HOMES = {
     "DiffusionDrafter": "drafters.diffusion.drafter",
     "EagleDrafter": "drafters.eagle.drafter",
     "LanguageModelDrafter": "drafters.language_model.drafter",
+    "Learner": "learning.learner",
     "LookupDrafter": "drafters.lookup",
     "MtpDrafter": "drafters.mtp.drafter",
     "NgramTable": "trees.ngram",

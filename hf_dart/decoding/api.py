@@ -30,7 +30,7 @@ from hf_dart.trees.config import TreeConfig
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
 
 
-def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None) -> Any:
+def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None, *, learner: Any = None) -> Any:
     """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`, `trace=`); other calls are stock's own.
 
     With a `drafter`, calls without `assistant=` draft too, so that whatever calls `model.generate` itself (a pipeline,
@@ -48,13 +48,14 @@ def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None) -> Any:
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
         drafter: for calls without `assistant=`, in place of one given before; None leaves that.
+        learner: a [`Learner`], which trains the drafter on what it drafts for; None leaves it without.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: `model` is no model, or `drafter` no drafter of ours.
-        ValueError: the model cannot verify trees, or the drafter was made for another one.
+        TypeError: `model` is no model, `drafter` no drafter of ours, or `learner` none of its kind.
+        ValueError: the model cannot verify trees, or the drafter was made for another one, or cannot learn.
     """
     target = unwrapped(model)
     if isinstance(vars(target).get("generate"), AttachedGenerate):
@@ -62,6 +63,10 @@ def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None) -> Any:
     if drafter is not None:
         _refuse_other(drafter, target)
         drafter.check_target(target)
+    if learner is not None:
+        if drafter is None:
+            raise ValueError("learner= trains the drafter; give both: attach(model, drafter, learner=learner).")
+        learner.attach(drafter)
     return attached(model, drafter)
 
 
@@ -91,6 +96,8 @@ def detach(model: PreTrainedModel) -> Any:
     release(target)
     own = vars(target).pop("generate", None)
     if isinstance(own, AttachedGenerate):
+        if own.default is not None:
+            own.default.observers = ()
         own = own.own
     if own is not None:
         target.generate = own

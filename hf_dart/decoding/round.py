@@ -36,5 +36,6 @@ def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features
         accepted = s.walk(tree, logits, budget.limits)  # the target's own choice at every accepted node
     with s.stats.phase("commit"):
         s.cache.commit(accepted.path, accepted.counts)
-        s.take(features, logits, accepted)
+        s.seen = s.rows.take(features, accepted.path, accepted.counts)
         s.count(tree, accepted, budget)
+    s.tell(logits, accepted)

@@ -158,11 +158,12 @@ class Session:
     def first_token(self, logits: Tensor) -> None:
         """Take the token after the prompt from the target's logits [B, 1, V] of its last position."""
         root = DraftTree.chain(self.seen.next_tokens)  # a root alone, which is not read
-        self.take(self.seen.features, logits, self.walk(root, logits, self.limits()))
+        accepted = self.walk(root, logits, self.limits())
+        self.seen = self.rows.take(self.seen.features, accepted.path, accepted.counts)
+        self.tell(logits, accepted)
 
-    def take(self, features: Tensor, logits: Tensor, accepted: Accepted) -> None:
-        """Take the positions that were `accepted` of a tree with features [B, N, F] and logits [B, N, V]."""
-        self.seen = self.rows.take(features, accepted.path, accepted.counts)
+    def tell(self, logits: Tensor, accepted: Accepted) -> None:
+        """Tell the observers what was `accepted` of a tree with logits [B, N, V]; the time that they take is theirs."""
         for observer in self.observers:
             observer.verified(self.seen, partial(entries_of, logits, accepted.path))
 

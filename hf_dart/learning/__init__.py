@@ -1,0 +1,1 @@
+"""Drafters that keep up with what is served: a head that learns from verified text."""

@@ -1,0 +1,400 @@
+"""`Learner`: keeps a head up to date with what is served, from what verified rounds leave at hand."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from hf_dart.decoding.session import Session
+from hf_dart.drafters.base import Drafter
+from hf_dart.learning.ring import SEGMENT, Recorder, Ring, Segment
+from hf_dart.learning.student import PASSES, SEGMENTS, Student, trained_names
+from hf_dart.models.devices import host_by_default
+from hf_dart.training.objective.objective import PRESETS, Objective
+
+_LESSON = 512  # fresh positions on which the two heads are compared, before they are learnt from
+_STRIDE = 8  # positions between the drafts that are compared
+_KEPT = 0.7  # weight of earlier comparisons, from one to the next
+_SURE = 1.0  # standard errors by which the learnt head has to win before it drafts
+_LOST = -2.0  # by which it has lost
+_PATIENCE = 6  # comparisons in a row without a win after which a learning rate is given up
+_SLEEP = 8192  # positions until learning is tried again after all of them were, the first time; then twice as many
+_CHANGE = 0.1  # by which the frozen head's acceptance length changes before that, if the text does
+_SPACING = 8  # positions served for each step, at least
+
+
+@dataclass
+class LearnerStats:
+    """What a learner has done.
+
+    Attributes:
+        tokens: positions that were recorded.
+        steps: of training.
+        seconds: that training took, comparisons included.
+        serving: seconds that calls took in the meantime.
+        tau_before, tau_now: acceptance length on the latest text of the head as it was and of the one that drafts, by
+            what each would have drafted before anything was learnt from that text; at positions spread evenly, where
+            drafts are better than at those of rounds. NaN before the first comparison.
+        learnt: the head drafts with what it has learnt.
+        learning_rate: of the steps that are taken now; None while there is nothing to learn.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    serving: float = 0.0
+    tau_before: float = math.nan
+    tau_now: float = math.nan
+    learnt: bool = False
+    learning_rate: float | None = None
+
+    @property
+    def share(self) -> float:
+        """Time of training as a share of that of serving."""
+        return self.seconds / self.serving if self.serving else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"tau {self.tau_before:.2f} -> {self.tau_now:.2f} on the latest text; {self.tokens} positions, "
+            f"{self.steps} steps in {self.seconds:.1f} s ({self.share:.0%} of serving)"
+        )
+
+
+class _Recent:
+    """Mean of recent figures; earlier ones count less with each `add`."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0, 0.0, 0.0]
+
+    def add(self, figures: Tensor) -> None:
+        """Add some figures [n]."""
+        sums = len(figures), float(figures.sum()), float(figures.square().sum())
+        self._sums = [_KEPT * old + new for old, new in zip(self._sums, sums, strict=True)]
+
+    @property
+    def mean(self) -> float:
+        """The mean; 0 where there are no figures."""
+        count, total, _ = self._sums
+        return total / count if count else 0.0
+
+    @property
+    def errors(self) -> float:
+        """The mean in standard errors; 0 where nothing differs."""
+        count, _, squares = self._sums
+        variance = squares / count - self.mean**2 if count else 0.0
+        return self.mean / math.sqrt(variance / count) if variance > 0 else 0.0
+
+
+class Learner:
+    """Training of a head on what it drafts for, between calls: `attach(model, head, learner=Learner())`.
+
+    Verified rounds leave all that training needs: the target's hidden states, the tokens, and its distributions. They
+    are kept in memory on this machine, the latest in so many bytes; the target runs no forward more, and its weights
+    stay as they are. The text of every call stays stock's: it depends on the target and the seed alone.
+
+    A copy of the head learns. On new text, before it is learnt from, the two are compared by what they would have
+    drafted; the head drafts with what was learnt as long as that wins. Learning begins at the first of the learning
+    rates; one that does not win is left for the next, and after the last one learning waits for other text.
+
+    Args:
+        lora_rank: train a LoRA of this rank on the head, which is to lie in a folder, instead of all its weights.
+        share: most time that training may take, as a share of the time that calls take. 0 never trains by itself;
+            then call `step` or `idle`.
+        every: train within calls too, after so many rounds; None: between calls only.
+        memory: bytes that may be kept of served text.
+        learning_rates: to be tried, the highest first.
+        objective: of training: an [`Objective`] or the name of a preset.
+        seed: of what training draws; global generators are not moved.
+
+    Attributes:
+        paused: True while nothing is recorded or learnt.
+        failure: the error that paused it, if one did.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        lora_rank: int | None = None,
+        share: float = 0.1,
+        every: int | None = None,
+        memory: int = 128 * 2**20,
+        learning_rates: tuple[float, ...] = (1e-3, 3e-4, 1e-4),
+        objective: Objective | str = "dart",
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= share <= 1:
+            raise ValueError(f"share is {share}; give a number from 0, which trains in idle time only, to 1.")
+        for name, least in (("lora_rank", lora_rank), ("every", every)):
+            if least is not None and least < 1:
+                raise ValueError(f"{name} is {least}; give 1 or more, or None.")
+        if not learning_rates or not all(0 < rate < math.inf for rate in learning_rates):
+            raise ValueError(f"learning_rates is {learning_rates}; give one or more numbers above 0.")
+        if not isinstance(objective, Objective) and objective not in PRESETS:
+            raise ValueError(f"objective is {objective!r}; give one of {', '.join(PRESETS)}, or an Objective.")
+        self.lora_rank, self.share, self.every, self.memory = lora_rank, share, every, memory
+        self.learning_rates = tuple(learning_rates)
+        self.objective = objective if isinstance(objective, Objective) else PRESETS[objective]
+        if self.objective.needs_acceptance:
+            raise ValueError("A Learner takes no objective with divergence='lk', which needs large batches; give 'tv'.")
+        self.seed = seed
+        self.paused, self.failure = False, cast("Exception | None", None)
+        self._student: Student | None = None
+        self._locks()
+        self._forget()
+
+    def _locks(self) -> None:
+        self._writing, self._busy = Lock(), Lock()
+
+    def _forget(self) -> None:
+        self._ring = Ring(self.memory - self.memory // 4)  # the rest is for calls that are going on
+        self._figures = LearnerStats(learning_rate=self.learning_rates[0])
+        self._before, self._gain = _Recent(), _Recent()  # acceptance of the frozen head, and what the learnt one adds
+        self._rung = self._missed = self._rounds = self._wake = 0
+        self._sleep, self._level = _SLEEP, math.nan
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies go on with: the weights, and none of the text."""
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_writing", "_busy")}
+        return {**state, "_ring": Ring(self._ring.limit)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._locks()
+
+    # ---- the head -----------------------------------------------------------------------------------
+
+    @host_by_default
+    def attach(self, drafter: Drafter[Any]) -> None:
+        """Learn from the calls that `drafter` drafts from now on; `hf_dart.attach(..., learner=)` calls it.
+
+        Raises:
+            TypeError: the drafter is of a kind that does not learn.
+            ValueError: this drafter cannot learn as it is.
+        """
+        head: Any = drafter
+        name = type(drafter).__name__
+        if not isinstance(drafter, tuple(PASSES)):
+            why = "is trained by hf-dart train" if isinstance(drafter, torch.nn.Module) else "has no weights to train"
+            raise TypeError(f"A Learner takes a DartHead or an EagleDrafter, and {name} {why}; leave learner= out.")
+        if self._student is not None and self._student.head is not drafter:
+            raise ValueError("This Learner has a head already; make another Learner for this one.")
+        if not all(weight.is_floating_point() for weight in head.parameters()) or hasattr(head, "hf_quantizer"):
+            raise ValueError(f"This {name} is quantised, and its weights cannot learn; load it in full precision.")
+        if drafter.engine is not None:
+            raise ValueError(
+                f"The drafts of this {name} are compiled, and would be captured again whenever it has learnt; leave "
+                "hf_dart.compile or learner= out."
+            )
+        if any(getattr(head.config, "windows", None) or ()):
+            raise ValueError("This head's layers see a window of the text; train it by the code that made it.")
+        least = 4 * SEGMENT * (head.config.feature_size * len(drafter.feature_layers) * head.dtype.itemsize + 8)
+        if self.memory < least:
+            raise ValueError(f"memory is {self.memory} bytes; give {least} or more for what this {name} reads.")
+        if self.lora_rank is not None and self._student is None:
+            from peft import LoraConfig
+
+            if not hasattr(head, "add_adapter") or isinstance(drafter, tuple(PASSES)[1:]):
+                raise ValueError(f"{name} takes no LoRA here; leave lora_rank out.")
+            head.add_adapter(LoraConfig(r=self.lora_rank, lora_alpha=2 * self.lora_rank), "learnt", seed=self.seed)
+        if not trained_names(head):
+            raise ValueError(f"All weights of this {name} are frozen; call requires_grad_(True) on what may learn.")
+        self._student = self._student or Student(head, self.objective, self.seed)
+        self._student.generator.manual_seed(self.seed)
+        drafter.observers = (*(one for one in drafter.observers if not isinstance(one, Learner)), self)
+
+    def detach(self) -> None:
+        """Learn no more; the head keeps what it drafts with."""
+        if self._student is not None:
+            head = self._student.head
+            head.observers = tuple(one for one in head.observers if one is not self)
+
+    def __call__(self, session: Session) -> Recorder:
+        """Return what records a call (`Drafter.observers`)."""
+        if session.request.drafter.engine is not None and not self.paused:
+            self._pause_for(RuntimeError("the drafts were compiled, which goes with weights that stay"))
+        return Recorder(self, session, self.memory // 4)
+
+    # ---- what the user calls ------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> LearnerStats:
+        """What was done so far."""
+        return self._figures
+
+    def pause(self) -> None:
+        """Record and learn nothing until `resume`; the head goes on drafting as it does."""
+        self.paused = True
+
+    def resume(self) -> None:
+        """Undo `pause`, also that of an error."""
+        self.paused, self.failure = False, None
+
+    @host_by_default
+    def reset(self) -> None:
+        """Forget all text and all that was learnt: the head drafts as it did when it was attached."""
+        with self._busy, self._writing:
+            self._forget()
+            if self._student is not None:
+                self._student.begin_again()
+                self._student.use(False)
+
+    def save(self, path: str) -> None:
+        """Write the head as it drafts now, or its adapter, for `DartHead.from_pretrained`."""
+        head = self._bound().head
+        with self._busy, head.keeping_location():
+            head.save_pretrained(path)
+
+    @host_by_default
+    def step(self) -> float | None:
+        """Take one step now, whatever `share` says; returns its loss, or None where there is no text to learn from.
+
+        Raises:
+            ValueError: the learner is not attached.
+            Exception: whatever a step raises; the head drafts as before.
+        """
+        self._bound()
+        with self._busy:
+            if self._ring.waiting >= _LESSON or not self._ring.learnt:
+                self._compare()
+            return self._step() if self._ring.learnt else None
+
+    @host_by_default
+    def idle(self, seconds: float) -> None:
+        """Learn for so long, or as long as there is something to learn."""
+        self._bound()
+        with self._busy:
+            self._learn(time.perf_counter() + seconds)
+
+    def _bound(self) -> Student:
+        if self._student is None:
+            raise ValueError("This Learner has no head; call attach(model, head, learner=learner) first.")
+        return self._student
+
+    # ---- what calls tell ----------------------------------------------------------------------------
+
+    def keep(self, segment: Segment) -> None:
+        """Keep some text of a call, if there is enough of it."""
+        if len(segment) > self._bound().head.draft_length and not self.paused:
+            with self._writing:
+                self._ring.add(segment)
+                self._figures.tokens += len(segment) - segment.prompt
+
+    def after_round(self, seconds: float) -> None:
+        """Learn within a call, whose last round took so long, if that is asked for."""
+        self._figures.serving += seconds
+        self._rounds += 1
+        if self.every is not None and self._rounds % self.every == 0:
+            self._spend()
+
+    def after_call(self, seconds: float, finished: bool) -> None:
+        """Learn after a call, whose last part took so long, unless an error ended it."""
+        if self.paused:
+            return
+        self._figures.serving += seconds
+        if finished:
+            self._spend()
+
+    def _spend(self) -> None:
+        """Learn for as long as the share allows; an error pauses learning, and the call goes on."""
+        left = self.share * self._figures.serving - self._figures.seconds
+        if left <= 0 or self._student is None or not self._busy.acquire(blocking=False):
+            return
+        try:
+            self._learn(time.perf_counter() + left)
+        except FloatingPointError:
+            pass  # the next learning rate is tried
+        except Exception as error:
+            self._pause_for(error)
+        finally:
+            self._busy.release()
+
+    def _pause_for(self, error: Exception) -> None:
+        self.pause()
+        self.failure = error
+        about = f"Learning is paused, and the head drafts as before: {error!r:.300}; learner.resume() goes on."
+        warnings.warn(about, stacklevel=3)
+
+    # ---- learning -----------------------------------------------------------------------------------
+
+    def _learn(self, until: float) -> None:
+        """Compare and take steps until then, as long as there is something to learn."""
+        while time.perf_counter() < until:
+            if self._ring.waiting >= _LESSON:
+                self._compare()
+            elif self._asleep() or self._figures.steps * _SPACING >= self._figures.tokens or not self._ring.learnt:
+                return
+            else:
+                self._step()
+
+    def _asleep(self) -> bool:
+        return self._figures.learning_rate is None
+
+    @contextmanager
+    def _training(self) -> Iterator[Student]:
+        """Count the time of what is done inside, which may be a call of `generate` in inference mode."""
+        began = time.perf_counter()
+        try:
+            with torch.inference_mode(False):
+                yield self._bound()
+        finally:
+            self._figures.seconds += time.perf_counter() - began
+
+    def _step(self) -> float:
+        with self._training() as student:
+            rate = self.learning_rates[self._rung]
+            try:
+                loss = student.step(self._ring.draw(SEGMENTS, student.generator), rate)
+            except FloatingPointError:
+                self._next_rate()
+                raise
+            self._figures.steps += 1
+            return loss
+
+    def _compare(self) -> None:
+        """Let the better of the two heads draft, by the text that nothing was learnt from yet."""
+        figures = self._figures
+        with self._training() as student:
+            with self._writing:
+                fresh = self._ring.take_fresh()
+            moved = student.steps > 0
+            found = student.expected(fresh, _STRIDE, [student.frozen, student.learnt][: 1 + moved])
+            if not found.shape[1]:
+                return
+            self._before.add(found[0])
+            figures.tau_before = 1 + self._before.mean
+            if moved:
+                self._gain.add(found[1] - found[0])
+                figures.learnt = self._gain.errors > (0.0 if figures.learnt else _SURE)
+                student.use(figures.learnt)
+                self._missed = 0 if figures.learnt else self._missed + 1
+                if not figures.learnt and (self._gain.errors < _LOST or self._missed >= _PATIENCE):
+                    self._next_rate()
+            elif self._asleep():
+                changed = abs(figures.tau_before / self._level - 1) > _CHANGE
+                if changed or figures.tokens >= self._wake:
+                    figures.learning_rate = self.learning_rates[0]
+            figures.tau_now = figures.tau_before + (self._gain.mean if figures.learnt else 0.0)
+
+    def _next_rate(self) -> None:
+        """Begin again with the next learning rate; after the last one, wait."""
+        figures = self._figures
+        self._bound().begin_again()
+        self._bound().use(False)
+        figures.learnt, self._gain, self._missed = False, _Recent(), 0
+        self._rung = (self._rung + 1) % len(self.learning_rates)
+        figures.learning_rate = self.learning_rates[self._rung]
+        if self._rung == 0:
+            figures.learning_rate, self._level = None, figures.tau_before
+            self._wake, self._sleep = figures.tokens + self._sleep, 2 * self._sleep

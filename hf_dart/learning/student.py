@@ -1,0 +1,212 @@
+"""`Student`: the weights that a head had and those that it learns, the steps of learning, and how the two compare."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.drafters.eagle.drafter import EagleDrafter
+from hf_dart.learning.ring import Segment
+from hf_dart.models.devices import where_it_runs
+from hf_dart.training.objective.blocks import draw_anchors
+from hf_dart.training.objective.chunks import chunked
+from hf_dart.training.objective.drafting import eagle_states, head_states
+from hf_dart.training.objective.losses import coupled_chain
+from hf_dart.training.objective.objective import Objective
+from hf_dart.training.trainers.drafts import as_columns, places_and_labels
+
+PASSES: dict[type, Callable[..., Tensor]] = {DartHead: head_states, EagleDrafter: eagle_states}
+"""The training pass of each kind of drafter that learns."""
+SEGMENTS, BLOCKS = 4, 8
+"""Texts in a step, and blocks that begin in each."""
+_WARMUP = 10  # steps
+_LOGITS = 2**23  # numbers that are held at once
+_IMPOSSIBLE = -1e4  # a logit of no weight
+_FIXED = ("selector", "editor", "lm_head", "embed_tokens")  # parts of a head that stay as they are
+
+
+def trained_names(drafter: Any) -> list[str]:
+    """Names of the weights that learn: those that require gradients, of the layers and what is in front of them."""
+    named = drafter.named_parameters()
+    return [name for name, weight in named if weight.requires_grad and name.split(".")[0] not in _FIXED]
+
+
+class Student:
+    """A head that learns beside the one that drafts, which changes only when it takes the weights over (`use`).
+
+    Args:
+        head: the drafter; it keeps its mode, gradients and what requires them.
+        objective: the loss.
+        seed: of all that is drawn; the global generators are not moved.
+    """
+
+    def __init__(self, head: Any, objective: Objective, seed: int) -> None:
+        self.head, self.objective = head, objective
+        self.names = trained_names(head)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.frozen = self._copied()
+        self.learnt = self._copied()
+        self.steps = 0
+        self._optimizer: Any = None
+
+    def _copied(self) -> Any:
+        """Copy the head; what is not trained is shared."""
+        own = {*self.names}
+        tensors = [*self.head.named_parameters(), *self.head.named_buffers()]
+        memo: dict[int, Any] = {id(tensor): tensor for name, tensor in tensors if name not in own}
+        memo |= {id(self.head.observers): (), id(self.head.last_stats): None, id(self.head._pace_records): None}
+        memo[id(self.head.ngram)] = self.head.ngram
+        with torch.inference_mode(False):
+            return copy.deepcopy(self.head, memo)
+
+    def _weights(self, head: Any) -> list[nn.Parameter]:
+        return [head.get_parameter(name) for name in self.names]
+
+    def begin_again(self) -> None:
+        """Learn from the weights that the head had when the learner was attached."""
+        with torch.no_grad():
+            for own, first in zip(self._weights(self.learnt), self._weights(self.frozen), strict=True):
+                own.copy_(first)
+        self.steps, self._optimizer = 0, None
+
+    @torch.no_grad()
+    def use(self, learnt: bool) -> None:
+        """Let the head draft with what was learnt, or as it did at first."""
+        source = self.learnt if learnt else self.frozen
+        for weight, new in zip(self._weights(self.head), self._weights(source), strict=True):
+            weight.copy_(new)
+
+    # ---- learning -----------------------------------------------------------------------------------
+
+    def step(self, segments: Sequence[Segment], rate: float) -> float:
+        """Take one step of AdamW on blocks drawn from some segments; returns their mean loss, in nats.
+
+        Raises:
+            FloatingPointError: the loss is not finite; nothing was learnt.
+        """
+        weights = self._weights(self.learnt)
+        if self._optimizer is None:
+            # Steps are too small for 16 bits.
+            self._masters = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in weights]
+            self._optimizer = torch.optim.AdamW(self._masters, lr=rate, weight_decay=0.0)
+        batch = self._batch(segments)
+        wanted, depth = batch["loss_mask"], self.head.draft_length
+        batch["anchors"] = draw_anchors(batch["documents"], BLOCKS, depth, self.generator, wanted)
+        with torch.enable_grad(), torch.autocast(self.head.device.type, enabled=False):
+            for weight in weights:
+                weight.requires_grad_(True)
+            hidden, goals, labels = self._drafts(self.learnt, batch)
+            size = max(1, _LOGITS // (self.head.config.vocab_size * max(hidden.shape[1], 1)))
+            loss = chunked(self._losses, hidden, *goals, labels, chunk_size=size) / max(len(hidden), 1)
+            if not torch.isfinite(loss):
+                raise FloatingPointError(f"The loss of a step of learning is {float(loss)}.")
+            gradients = torch.autograd.grad(loss, weights, allow_unused=True)
+        with torch.no_grad():
+            for master, gradient in zip(self._masters, gradients, strict=True):
+                master.grad = None if gradient is None else gradient.to(master)
+            nn.utils.clip_grad_norm_(self._masters, 1.0)
+            self.steps += 1
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate * min(1.0, self.steps / _WARMUP)
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            for weight, master in zip(weights, self._masters, strict=True):
+                weight.copy_(master)
+        return float(loss.detach())
+
+    def _losses(self, hidden: Tensor, *goals: Tensor) -> Tensor:
+        """Losses [n] of blocks with states [n, d, H]."""
+        return self.objective(self.learnt.logits(hidden), self._target_logits(*goals[:-1]), goals[-1])
+
+    def _target_logits(self, states: Tensor, best: Tensor | None = None) -> Tensor:
+        """Return the target's logits [n, d, M], by its last hidden states [n, d, H] or the best k of them [n, d, k]."""
+        head = self.head
+        with torch.no_grad():
+            if best is not None:
+                shape = (*states.shape[:-1], head.config.vocab_size)
+                logits = states.new_full(shape, _IMPOSSIBLE).scatter(-1, best, states)
+            elif head.lm_head is None:  # drafts are read by the target's
+                return head.logits(states)
+            else:
+                logits = where_it_runs(head.shared.lm_head, states)
+        return logits if head.draft_vocabulary is None else logits[..., head.draft_vocabulary]
+
+    # ---- comparing ----------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def expected(self, segments: Sequence[Segment], stride: int, heads: Sequence[Any]) -> Tensor:
+        """Draft tokens that are accepted on average, [heads, n] of blocks at every `stride`-th position.
+
+        Draft and target take their tokens with one noise, as in decoding, at the temperature of the text.
+        """
+        found = []
+        for segment in segments:
+            batch = self._batch([segment])
+            # All tokens that could be drafted there are known.
+            starts = range(max(segment.prompt - 1, 0), len(segment) - self.head.draft_length - 1, stride)
+            if not starts:
+                continue
+            batch["anchors"] = torch.tensor([starts], device=self.head.device)
+            found.append(torch.stack([self._accepted(head, batch, segment.temperature) for head in heads]))
+        return torch.cat(found, dim=1) if found else torch.zeros(len(heads), 0)
+
+    def _accepted(self, head: Any, batch: dict[str, Any], temperature: float) -> Tensor:
+        hidden, goals, labels = self._drafts(head, batch)
+        size = max(1, _LOGITS // (self.head.config.vocab_size * hidden.shape[1]))
+        accepted = []
+        parts = (one.split(size) for one in (hidden, labels, *goals))
+        for part, own, *given in zip(*parts, strict=True):
+            drafted, targets = head.logits(part), self._target_logits(*given)
+            if temperature:
+                accepted.append(coupled_chain(drafted / temperature, targets / temperature, own).exp().sum(-1))
+            else:
+                accepted.append((drafted.argmax(-1) == own).cummin(-1).values.sum(-1))
+        return torch.cat(accepted).float().cpu()
+
+    # ---- batches ------------------------------------------------------------------------------------
+
+    def _batch(self, segments: Sequence[Segment]) -> dict[str, Any]:
+        """Rows [B, T] of segments: `features`, `input_ids`, `documents`, `loss_mask`, and `goals` for all positions."""
+        length = max(map(len, segments))
+
+        def stacked(parts: Sequence[Any], fill: int = 0) -> Tensor:
+            padded = [F.pad(part, (0, 0) * (part.ndim - 1) + (0, length - len(part)), value=fill) for part in parts]
+            return torch.stack(padded).to(self.head.device)
+
+        features = [one.features for one in segments]
+        goals: list[Any] = [features]
+        if segments[0].logits is not None:
+            goals = [[one.logits for one in segments], [one.best for one in segments]]
+        # Position i reads the token after it; the first token itself is never read.
+        ids = [one.next_tokens.roll(1) for one in segments]
+        known = [torch.arange(len(one)) > one.unknown for one in segments]
+        return {
+            "features": stacked(features).to(self.head.dtype),
+            "input_ids": stacked(ids),
+            "documents": stacked([torch.zeros_like(one) for one in ids], fill=-1),
+            "loss_mask": stacked(known),
+            "goals": [stacked(one) for one in goals],
+        }
+
+    def _drafts(self, head: Any, batch: dict[str, Any]) -> tuple[Tensor, list[Tensor], Tensor]:
+        """States [N, d, H] of a batch's blocks, what `_target_logits` takes [N, d, ...], and labels [N, d].
+
+        Of the d tokens of a draft only those that its trees reach.
+        """
+        ids, anchors = batch["input_ids"], batch["anchors"]
+        passed = next(run for kind, run in PASSES.items() if isinstance(head, kind))
+        with torch.no_grad():
+            embeddings = head.embed(ids[:, 1:])
+        depth = min(self.head.tree_config.depth or head.draft_length, head.draft_length)
+        hidden = passed(head, head, batch, batch["features"], embeddings)[anchors >= 0][:, :depth]
+        places, labels = places_and_labels(batch, depth)
+        goals = [goal.flatten(0, 1)[places] for goal in batch["goals"]]
+        if len(goals) == 1:  # the last of the layers
+            goals[0] = goals[0][..., -(goals[0].shape[-1] // len(head.feature_layers)) :]
+        return hidden, goals, as_columns(labels, self.head.draft_vocabulary)

@@ -1,0 +1,501 @@
+"""A head that learns from what it drafts for: every text stays stock's, in float64 without tolerance.
+
+The target is random, its vocabulary small: a random head soon learns something of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.compare import assert_identical, run, same
+from support.sentences import one_sentence
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from transformers.generation.streamers import BaseStreamer
+
+import hf_dart
+from hf_dart import DartHead, Learner, LookupDrafter, TreeConfig, attach, detach, load_drafter
+from hf_dart.learning.student import Student
+
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 48}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 48}
+RAGGED = [9, 4, 7]
+FAST: dict[str, Any] = {"share": 1.0, "learning_rates": (3e-3,)}
+
+
+def last(target: Any) -> int:
+    return int(target.config.num_hidden_layers)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comparisons on fewer positions: these heads gain much and soon."""
+    monkeypatch.setattr("hf_dart.learning.learner._LESSON", 128)
+
+
+@pytest.fixture
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+@pytest.fixture
+def head(target: Any) -> DartHead:
+    return tiny_head(target, feature_layers=[0, 1, last(target)])
+
+
+def learning(target: Any, head: Any, **options: Any) -> Learner:
+    """A learner with text at hand; calls that name no drafter stay stock's."""
+    learner = Learner(**{**FAST, **options})
+    learner.attach(head)
+    serve(target, head, range(2))
+    return learner
+
+
+def serve(target: Any, head: Any, seeds: Any, **options: Any) -> None:
+    for seed in seeds:
+        run(target, prompts(RAGGED, seed=seed), seed, **{**SAMPLED, **options}, assistant=head)
+
+
+def teach(learner: Learner, target: Any, head: Any, steps: int = 30) -> None:
+    """Take steps on what was served, and let the next texts decide."""
+    for _ in range(steps):
+        learner.step()
+    serve(target, head, range(20, 22))
+    learner.step()
+
+
+def weights(module: Any) -> list[torch.Tensor]:
+    return [weight.detach().clone() for weight in module.parameters()]
+
+
+def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+
+
+# ---- the text ----------------------------------------------------------------------------------------------
+
+
+class Does(BaseStreamer):
+    """Does something after some tokens."""
+
+    def __init__(self, what: Callable[[], Any], every: int = 7) -> None:
+        self.what, self.every, self.count = what, every, 0
+
+    def put(self, value: torch.Tensor) -> None:
+        self.count += 1
+        if self.count % self.every == 0:
+            self.what()
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+@pytest.mark.parametrize("layers", ["determined", "best", pytest.param("eagle", marks=pytest.mark.matrix)])
+def test_every_text_is_stocks(target: Any, layers: str) -> None:
+    """In ragged batches, with scores, between rounds and calls; and the head drafts better for it."""
+    make = tiny_eagle_drafter if layers == "eagle" else tiny_head
+    head = make(target, feature_layers=[0, 1] if layers == "best" else [0, 1, last(target)])
+    learner = Learner(**FAST, every=3)
+    learner.attach(head)
+    taus = []
+    for seed in range(3):
+        more = {"return_dict_in_generate": True, "output_scores": True} if seed == 1 else {}
+        mode = GREEDY if seed == 2 else SAMPLED
+        assert_identical(target, head, prompts(RAGGED, seed=seed), seed=seed, **mode, **more)
+        taus.append(head.last_stats.tau)
+    teach(learner, target, head)
+    assert learner.failure is None
+    assert learner.stats.learnt
+    assert learner.stats.steps > 20
+    assert learner.stats.tau_now > learner.stats.tau_before > 1.3
+    assert sum(taus) / len(taus) > 1.3
+    before = make(target, feature_layers=head.feature_layers)
+    pair = [run(target, prompts([8]), 9, **SAMPLED, assistant=one) and one.last_stats.rounds for one in (before, head)]
+    assert pair[1] < pair[0]
+
+
+def test_switched_in_the_middle_of_a_batch(target: Any, head: DartHead) -> None:
+    learner = learning(target, head)
+    for what in (learner.pause, learner.resume, learner.step, learner.reset, learner.detach):
+        streamed = {"num_beams": 1, "streamer": Does(what)}
+        stock = run(target, prompts([7]), 0, **SAMPLED)
+        ours = run(target, prompts([7]), 0, **SAMPLED, **streamed, assistant=head)
+        assert torch.equal(ours.sequences, stock.sequences)
+        assert torch.equal(ours.state, stock.state)
+        assert_identical(target, head, prompts(RAGGED), **SAMPLED)
+
+
+def test_errors_in_a_step(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pause learning, with a warning; the call that was served goes on."""
+    learner = learning(target, head, share=0)
+    learner.step()
+    before = weights(head)
+    step = Student.step
+
+    def fails(self: Student, *given: Any) -> float:
+        step(self, *given)
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(Student, "step", fails)
+    learner.share = 1.0
+    with pytest.warns(UserWarning, match="Learning is paused.*no memory"):
+        assert_identical(target, head, prompts(RAGGED), **SAMPLED)
+    assert learner.paused
+    assert isinstance(learner.failure, torch.OutOfMemoryError)
+    assert equal(weights(head), before)
+    with pytest.raises(torch.OutOfMemoryError):
+        learner.step()
+    monkeypatch.undo()
+    learner.resume()
+    assert_identical(target, head, prompts(RAGGED), **SAMPLED)
+    assert learner.failure is None
+
+
+def test_calls_in_threads(target: Any, head: DartHead) -> None:
+    learner = learning(target, head)
+    inputs = [prompts(RAGGED, seed=seed) for seed in range(4)]
+    stock = [target.generate(**one, **GREEDY).tolist() for one in inputs]
+
+    def call(number: int) -> bool:
+        return target.generate(**inputs[number % 4], **GREEDY, assistant=head).tolist() == stock[number % 4]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(call, range(6)))
+    assert learner.failure is None
+    assert learner.stats.steps
+
+
+def test_inference_mode(target: Any, head: DartHead) -> None:
+    learner = Learner(**FAST)
+    learner.attach(head)
+    with torch.inference_mode():
+        serve(target, head, range(4))
+    assert learner.failure is None
+    assert learner.stats.steps
+
+
+# ---- what it leaves alone ----------------------------------------------------------------------------------
+
+
+def test_the_target_and_the_heads_state(target: Any, head: DartHead) -> None:
+    target.requires_grad_(False)
+    target.get_input_embeddings().weight.requires_grad_(True)
+    head.mask_slot.requires_grad_(False)
+    slot = head.mask_slot.weight.clone()
+    flags = [[weight.requires_grad for weight in module.parameters()] for module in (target, head)]
+    head.train()
+    before = weights(target)
+    learner = learning(target, head)
+    teach(learner, target, head)
+    assert learner.stats.learnt
+    assert equal(weights(target), before)
+    assert flags == [[weight.requires_grad for weight in module.parameters()] for module in (target, head)]
+    assert all(weight.grad is None for module in (target, head) for weight in module.parameters())
+    assert head.training
+    assert not target.training
+    assert torch.equal(head.mask_slot.weight, slot)  # frozen by the user
+
+
+def test_global_generators(target: Any, head: DartHead) -> None:
+    learner = learning(target, head)
+
+    def state() -> tuple[Any, ...]:
+        return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+    before = state()
+    for act in (learner.step, lambda: learner.idle(0.05), learner.reset, lambda: learner.attach(head)):
+        act()
+        assert state() == before
+    assert torch.is_grad_enabled()
+
+
+def test_copies_go_on_by_themselves(target: Any, head: DartHead) -> None:
+    learner = learning(target, head)
+    attach(target, head)
+    other = copy.deepcopy(target)
+    copied = other.generate.default
+    other.generate.default = None
+    (second,) = copied.observers
+    assert second is not learner
+    assert second._student.head is copied
+    before = weights(head)
+    for _ in range(3):
+        assert_identical(other, copied, prompts(RAGGED), **SAMPLED)
+    second.step()
+    assert second.stats.steps > learner.stats.steps
+    assert equal(weights(head), before)
+    pickled = pickle.loads(pickle.dumps(head))
+    assert equal(weights(pickled), before)
+    assert len(pickled.observers[0]._ring.fresh) + len(pickled.observers[0]._ring.learnt) == 0  # no text
+
+
+# ---- what it keeps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", ["determined", "best"])
+@pytest.mark.parametrize("long", [False, True])
+def test_what_is_kept_is_what_the_target_says_of_the_text(target: Any, layers: str, long: bool) -> None:
+    """Features, tokens and logits of each position, prompts of several rows included."""
+    head = tiny_head(target, feature_layers=[0, 1, last(target)] if layers == "determined" else [0, 1])
+    learner = Learner(share=0)
+    learner.attach(head)
+    lengths = [150, 140] if long else RAGGED
+    inputs = prompts(lengths)
+    text = run(target, inputs, 0, **{**SAMPLED, "max_new_tokens": 140}, assistant=head).sequences
+    assert head.last_stats.tau > 1.3
+    student = learner._student
+    assert student is not None
+    segments = [*learner._ring.fresh]
+    assert len(segments) == 2 * len(lengths) if long else len(lengths)
+    assert learner.stats.tokens > 130 * len(lengths)
+    for number, segment in enumerate(segments):
+        row = number % len(lengths)
+        ids = text[row : row + 1, max(lengths) - lengths[row] :]
+        at = [ids[0, start : start + len(segment)].tolist() for start in range(ids.shape[1])].index(
+            segment.next_tokens.tolist()
+        )
+        plain = target(ids, output_hidden_states=True)
+        wanted = torch.cat([plain.hidden_states[layer] for layer in head.feature_layers], dim=-1)[0]
+        there = slice(at - 1, at - 1 + len(segment))
+        torch.testing.assert_close(segment.features, wanted[there])
+        assert segment.prompt == max(lengths[row] - at, 0)
+        assert segment.temperature == 1.0
+        logits = plain.logits[0, there]
+        if layers == "determined":
+            assert segment.logits is None
+            found = student._target_logits(segment.features[:, -target.config.hidden_size :])
+            torch.testing.assert_close(found, logits)
+        else:
+            found = student._target_logits(segment.logits[None], segment.best[None])[0]
+            torch.testing.assert_close(found[segment.prompt :], logits[segment.prompt :])
+
+
+def test_comparisons_are_of_what_the_head_would_have_drafted(target: Any, head: DartHead) -> None:
+    """At each position, with the cache that decoding would have there."""
+    learner = Learner(share=0)
+    learner.attach(head)
+    serve(target, head, [0], max_new_tokens=20, temperature=0.8)
+    segment = learner._ring.fresh[1]
+    student = learner._student
+    assert student is not None
+    found = student.expected([segment], 3, [student.frozen])[0]
+    logits = target.lm_head(segment.features[:, -target.config.hidden_size :]).detach()
+    wanted = []
+    depth = head.draft_length
+    for start in range(segment.prompt - 1, len(segment) - depth - 1, 3):
+        state = head.begin(1, len(segment))
+        read = segment.features[None, : start + 1], segment.next_tokens[None, : start + 1], torch.tensor([start + 1])
+        with torch.no_grad():
+            drafts = head.propose(state, *read).logits[0]
+        chance, total = 1.0, 0.0
+        for place in range(depth):
+            token = int(segment.next_tokens[start + place + 1])
+            p, q = (scores.div(0.8).softmax(-1) for scores in (logits[start + place + 1], drafts[place]))
+            chance *= float(1 / torch.maximum(p, q * p[token] / q[token]).sum())
+            total += chance
+        wanted.append(total)
+    torch.testing.assert_close(found.tolist(), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_is_bounded(target: Any, head: DartHead) -> None:
+    limit = 1024 * (3 * target.config.hidden_size + 1) * 8
+    learner = learning(target, head, memory=limit, share=0)
+    serve(target, head, range(8))
+    ring = learner._ring
+    kept = [*ring.learnt, *ring.fresh]
+    assert ring.bytes == sum(one.bytes for one in kept) <= limit
+    assert ring.bytes > limit / 2
+
+
+def test_greedy_and_short_texts(target: Any, head: DartHead) -> None:
+    learner = learning(target, head, share=0)
+    kept = len(learner._ring.fresh)
+    serve(target, head, range(3), max_new_tokens=1)
+    serve(target, head, range(3), **GREEDY)
+    assert [one.temperature for one in learner._ring.fresh][-1] == 0
+    assert len(learner._ring.fresh) > kept
+    assert 1 < 1 + float(learner._student.expected(learner._ring.fresh, 4, [head]).mean()) < 6  # type: ignore[union-attr]
+
+
+# ---- what it learns ----------------------------------------------------------------------------------------
+
+
+def test_it_goes_back_where_learning_does_not_win(target: Any, head: DartHead) -> None:
+    """Steps that are much too large: no draft is made with them, and it waits for other text."""
+    learner = learning(target, head, learning_rates=(1e3, 1e2))
+    before = weights(head)
+    for seed in range(12):
+        assert_identical(target, head, prompts(RAGGED, seed=seed), seed=seed, **SAMPLED)
+        assert not learner.stats.learnt
+        if learner.stats.learning_rate is None:
+            break
+    assert learner.stats.learning_rate is None
+    assert equal(weights(head), before)
+    steps = learner.stats.steps
+    serve(target, head, range(3))
+    assert learner.stats.steps == steps
+    assert learner.stats.tau_now == learner.stats.tau_before
+
+
+def test_text_is_learnt_from_only_after_the_comparison(target: Any, head: DartHead) -> None:
+    learner = learning(target, head, share=0)
+    assert not learner._ring.learnt
+    assert learner.stats.steps == 0
+    learner.step()
+    assert not learner._ring.fresh
+    served = len(learner._ring.learnt)
+    serve(target, head, [5])
+    assert len(learner._ring.learnt) == served
+    drawn = learner._ring.draw(4, torch.Generator())
+    assert any(one is learner._ring.learnt[-1] for one in drawn)
+
+
+def test_the_share_is_kept(target: Any, head: DartHead) -> None:
+    learner = learning(target, head, share=0.25)
+    serve(target, head, range(2, 6))
+    stats = learner.stats
+    longest = stats.seconds / max(stats.steps, 1) + 1.0  # one step or comparison may end later
+    assert 0 < stats.seconds < 0.25 * stats.serving + longest
+    assert stats.share == stats.seconds / stats.serving
+    assert f"{stats.steps} steps" in str(stats)
+
+
+def test_reset_and_pause(target: Any, head: DartHead) -> None:
+    before = weights(head)
+    learner = learning(target, head)
+    teach(learner, target, head)
+    assert learner.stats.learnt
+    learner.pause()
+    tokens, steps = learner.stats.tokens, learner.stats.steps
+    serve(target, head, [5])
+    assert (learner.stats.tokens, learner.stats.steps) == (tokens, steps)
+    learner.reset()
+    assert equal(weights(head), before)
+    assert learner.stats.steps == learner.stats.tokens == 0
+    assert learner.step() is None
+    learner.resume()
+    serve(target, head, range(3))
+    teach(learner, target, head)
+    assert learner.stats.learnt
+
+
+def test_attached_and_detached(target: Any, head: DartHead) -> None:
+    """Calls that name no drafter draft, and are learnt from; the last learner that was given learns."""
+    stock = [run(target, prompts(RAGGED, seed=seed), seed, **SAMPLED) for seed in range(3)]
+    first, learner = Learner(**FAST), Learner(**FAST)
+    attach(target, head, learner=first)
+    attach(target, head, learner=learner)
+    for seed, wanted in enumerate(stock):
+        same(run(target, prompts(RAGGED, seed=seed), seed, **SAMPLED), wanted)
+    assert learner.stats.tokens == 3 * 3 * 48
+    assert first.stats.tokens == 0
+    detach(target)
+    assert head.observers == ()
+    same(run(target, prompts(RAGGED), 0, **SAMPLED), stock[0])
+
+
+def test_sixteen_bits(target: Any) -> None:
+    """Small steps add up."""
+    head = tiny_head(target, feature_layers=[0, 1, last(target)]).to(torch.bfloat16)
+    learner = learning(target, head, learning_rates=(1e-5,), share=0)
+    first = learner.step()
+    for _ in range(60):
+        learner.step()
+    student = learner._student
+    assert student is not None
+    assert first is not None
+    moved = [not torch.equal(a, b) for a, b in zip(weights(student.learnt), weights(student.frozen), strict=True)]
+    assert sum(moved) > len(moved) / 2
+    assert_identical(target, head, prompts(RAGGED), **SAMPLED)
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_saved_heads_load(target: Any, head: DartHead, rank: int | None, tmp_path: Path) -> None:
+    """As a head, or as an adapter of the one that it came from."""
+    head.save_pretrained(tmp_path / "base")
+    head = DartHead.from_pretrained(str(tmp_path / "base"), target=target)
+    learner = learning(target, head, lora_rank=rank, learning_rates=(1e-2,))
+    teach(learner, target, head)
+    assert learner.stats.learnt
+    learner.save(str(tmp_path / "learnt"))
+    assert (tmp_path / "learnt" / "adapter_config.json").exists() == (rank is not None)
+    loaded = load_drafter(str(tmp_path / "learnt"), target=target)
+    inputs = prompts(RAGGED, seed=20)
+    drafts = []
+    for one in (head, loaded):
+        assert_identical(target, one, inputs, **SAMPLED, tree_config=TreeConfig(nodes=12))
+        drafts.append(one.last_stats.committed)
+    assert drafts[0] == drafts[1]
+    learner.reset()
+    first = DartHead.from_pretrained(str(tmp_path / "base"), target=target)
+    for one in (head, first):
+        run(target, inputs, 0, **SAMPLED, tree_config=TreeConfig(nodes=12), assistant=one)
+    assert head.last_stats.committed == first.last_stats.committed != drafts[0]
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "about"),
+    [
+        ({"share": 1.5}, "share is 1.5"),
+        ({"share": -0.1}, "share is -0.1"),
+        ({"every": 0}, "every is 0"),
+        ({"lora_rank": 0}, "lora_rank is 0"),
+        ({"learning_rates": ()}, "learning_rates is"),
+        ({"objective": "best"}, "objective is 'best'"),
+        ({"objective": "lk"}, "divergence='lk'"),
+        ({"memory": 100}, "memory"),
+    ],
+)
+def test_bad_options(target: Any, head: DartHead, options: dict[str, Any], about: str) -> None:
+    with pytest.raises(ValueError, match=about) as refused:
+        attach(target, head, learner=Learner(**options))
+    one_sentence(refused)
+    assert head.observers == ()
+
+
+def test_heads_that_cannot_learn(target: Any, head: DartHead) -> None:
+    attach(target)
+    compiled = tiny_head(target)
+    hf_dart.compile(target, compiled, backend=None)
+    quantised = tiny_head(target)
+    quantised.fc.weight = torch.nn.Parameter(quantised.fc.weight.detach().to(torch.int8), requires_grad=False)
+    cases: list[tuple[Any, str]] = [
+        (LookupDrafter(), "LookupDrafter has no weights"),
+        (tiny_diffusion_drafter(target), "DiffusionDrafter is trained by hf-dart train"),
+        (tiny_head(target).requires_grad_(False), "frozen"),
+        (compiled, "compiled"),
+        (quantised, "quantised"),
+        (None, "learner= trains the drafter"),
+    ]
+    for drafter, about in cases:
+        with pytest.raises((ValueError, TypeError), match=about) as refused:
+            attach(target, drafter, learner=Learner())
+        one_sentence(refused)
+        assert drafter is None or drafter.observers == ()
+    with pytest.raises(ValueError, match="in no folder"):
+        attach(target, head, learner=Learner(lora_rank=4))
+    learner = learning(target, head)
+    with pytest.raises(ValueError, match="has a head already"):
+        attach(target, tiny_head(target), learner=learner)
+    for act in (Learner().step, lambda: Learner().save("x"), lambda: Learner().idle(1)):
+        with pytest.raises(ValueError, match="has no head"):
+            act()
+
+
+def test_a_head_that_is_compiled_later(target: Any, head: DartHead) -> None:
+    learner = learning(target, head)
+    hf_dart.compile(target, head, backend=None)
+    with pytest.warns(UserWarning, match="Learning is paused.*compiled"):
+        assert_identical(target, head, prompts([7]), **SAMPLED)
+    assert learner.paused
