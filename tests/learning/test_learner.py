@@ -136,7 +136,6 @@ def test_switched_in_the_middle_of_a_batch(target: Any, head: DartHead) -> None:
 def test_errors_in_a_step(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """They pause learning, with a warning; the call that was served goes on."""
     learner = learning(target, head, share=0)
-    learner.step()
     before = weights(head)
     step = Student.step
 
