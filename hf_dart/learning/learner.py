@@ -252,9 +252,8 @@ class Learner:
 
     def save(self, path: str) -> None:
         """Write the head as it drafts now, or its adapter, for `DartHead.from_pretrained`."""
-        head = self._bound().head
-        with self._busy, head.keeping_location():
-            head.save_pretrained(path)
+        with self._busy:
+            self._bound().head.save_pretrained(path)
 
     @host_by_default
     def step(self) -> float | None:
