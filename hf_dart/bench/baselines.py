@@ -55,7 +55,7 @@ def methods(
         found[ASSISTED] = {"assistant_model": assistant_model}
     if "copies" in names:
         found[f"{OURS}, copies alone"] = {"assistant": LookupDrafter()}
-    if "chain" in names and head.draft_length:  # copied text is a chain
+    if "chain" in names and head.draft_length:  # copied text has no chain of its own
         chain = TreeConfig.chain(head.tree_config.depth or head.draft_length)
         found[f"{OURS}, chain"] = {"assistant": head, "tree_config": chain}
     if "tree" in names:

@@ -6,7 +6,7 @@ where that is cheap (temperature, repetition penalty, nucleus), and not run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -26,7 +26,7 @@ from transformers import (
 from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import Copy, RowLookup, best_depth, padded, up_to_end, with_copies
+from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, Memory, RowCopies, best_size, with_copies
 from hf_dart.trees.costs import Array, RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores
@@ -48,6 +48,10 @@ class TreeGrower:
         device: of the target.
         ends: tokens that end a text.
         cost: of a round with a draft (True) or without; None for those of `config`.
+        memory: texts of earlier calls, which are copied, too; None for none.
+
+    Attributes:
+        copied: what is copied from, and how often that was right, of each row.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class TreeGrower:
         device: torch.device,
         ends: Collection[int] = (),
         cost: Callable[[bool], RoundCost] | None = None,
+        memory: Memory | None = None,
     ) -> None:
         self._drafter, self._config, self._texts = drafter, config, texts
         self._ends = sorted(ends)
@@ -66,7 +71,7 @@ class TreeGrower:
         self._most = config.resolve_nodes(len(texts), device.type)  # nodes per row
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
-        self._lookups = [RowLookup(text) for text in texts]
+        self.copied = [RowCopies(text, memory) for text in texts]
         self._formula = DraftScores(config, drafter.ngram)
         self._cost = cost or partial(config.round_cost, len(texts), device.type)
         self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long))
@@ -80,7 +85,7 @@ class TreeGrower:
         chain: bool = False,
         weights: list[float] | None = None,
         ended: list[bool] | None = None,
-        copies: list[Copy] | None = None,
+        copies: Sequence[Copies] | None = None,
     ) -> DraftTree:
         """Return the trees [B, N] after the last committed tokens, on the CPU.
 
@@ -96,15 +101,13 @@ class TreeGrower:
             ended: the rows that have ended and run on, which no token ends again; None for none.
             copies: what `copies` found for this round; None looks for it.
         """
-        found = self.copies(deepest) if copies is None else copies
+        found = self.copies(deepest, ended) if copies is None else copies
         if self._most == 1 or (proposal is None and not self._may_pay(found, weights)):
             return replace(self._roots_alone, tokens=self._roots()[:, None])
-        copied, chances = padded(found)
-        if self._ends:
-            copied, chances = up_to_end(copied, chances, self._ending(copied, ended))
+        levels = CopyLevels.of(found)
         if proposal is None:
             none = torch.empty(len(deepest), 0, 1)
-            return self._grown(none.long(), none[:, :, None], copied, chances, deepest, weights, ended)
+            return self._grown(none.long(), none[:, :, None], levels, deepest, weights, ended)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
         again: list[Tensor] = []
         if refine is not None and self._config.refine and self.depth > 1 and not chain:
@@ -112,14 +115,15 @@ class TreeGrower:
         else:
             ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
             tokens, scores = (part[..., : 1 if chain else None] for part in ranked)
-        if copied.shape[1]:
+        if levels.tokens.size:
             # Copied tokens join the candidates, so that a drafted token after one is scored like any other.
-            tokens, scores = with_copies(tokens, scores, torch.from_numpy(copied).to(tokens.device))
+            copied = torch.from_numpy(levels.by_depth(tokens.shape[1]))
+            tokens, scores = with_copies(tokens, scores, copied.to(tokens.device))
         steps = self._steps(proposal, tokens, scores)
         if again:
             draft, better = again
             steps = after_draft(draft, better, tokens, steps)
-        return self._grown(tokens, steps, copied, chances, deepest, weights, ended)
+        return self._grown(tokens, steps, levels, deepest, weights, ended)
 
     def score(self, logits: Tensor, gumbel: Tensor | None) -> Tensor:
         """Log-scores [B, W, V] of the logits [B, W, V] of one depth, its noise being `gumbel` [B, 1, V]."""
@@ -163,17 +167,22 @@ class TreeGrower:
         """[B] last committed tokens."""
         return torch.tensor([text[-1] for text in self._texts])
 
-    def copies(self, deepest: list[int]) -> list[Copy]:
-        """Return the earlier text of each row that may be copied after its last committed token."""
-        longest = min(self._config.lookup, max(deepest) + 1)
-        return [lookup.suggest(longest) for lookup in self._lookups]
+    def copies(self, deepest: list[int], ended: list[bool] | None = None) -> list[Copies]:
+        """Return the earlier text of each row that may be copied after its last committed token.
 
-    def _may_pay(self, copies: list[Copy], weights: list[float] | None) -> bool:
+        Args: as for a call.
+        """
+        longest = min(self._config.lookup, max(deepest) + 1)
+        if longest <= 0:
+            return [NOTHING] * len(deepest)
+        ends: list[Collection[int]] = [() if over else self._ends for over in ended or [False] * len(deepest)]
+        return [row.suggest(longest, these) for row, these in zip(self.copied, ends, strict=True)]
+
+    def _may_pay(self, copies: Sequence[Copies], weights: list[float] | None) -> bool:
         """Return False if verifying these copies alone cannot pay: an upper bound, for which no tree is grown."""
-        longest = max(len(tokens) for tokens, _ in copies)
-        if not longest or self._config.nodes is not None:
-            return longest > 0
-        return best_depth(copies, weights or [1.0] * len(copies), self._cost(False))[0] > 0
+        if not any(map(len, copies)) or self._config.nodes is not None:
+            return any(map(len, copies))
+        return best_size(copies, weights or [1.0] * len(copies), self._cost(False))[0] > 0
 
     def _ending(self, tokens: Array, ended: list[bool] | None) -> Array:
         """Return a mask [B, ...] of the tokens that end the text of their row."""
@@ -186,8 +195,7 @@ class TreeGrower:
         self,
         tokens: Tensor,
         steps: Tensor,
-        copied: Array,
-        chances: Array,
+        copies: CopyLevels,
         deepest: list[int],
         weights: list[float] | None,
         ended: list[bool] | None,
@@ -200,7 +208,7 @@ class TreeGrower:
         history = np.array([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
         columns, scores = tokens.cpu().numpy(), steps.detach().cpu().double().numpy()
         ending = self._ending(columns, ended) if self._ends else None
-        candidates = Candidates(history, columns, scores, self._formula, copied, chances, deepest, ending)
+        candidates = Candidates(history, columns, scores, self._formula, copies, deepest, ending)
         cost = self._cost(len(columns[0]) > 0) if self._config.nodes is None else None
         # Without a table, scoring more paths costs almost nothing.
         beam = self._config.beam if self._formula.context else None

@@ -22,7 +22,7 @@ import numpy as np
 
 from hf_dart.drafters.base import Drafter
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import Copy, best_depth
+from hf_dart.trees.copies import NOTHING, Copies, best_size
 from hf_dart.trees.costs import Array, RoundCost
 
 MODES = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
@@ -31,6 +31,7 @@ MODES = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
 _PRIOR = 0.75  # a draft is assumed to be accepted up to depth k with probability _PRIOR**k
 _TRIAL = 3.0  # tokens that a trial of a mode may lose before a drafter that adds nothing is known not to pay
 _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 1024, 4  # rounds before a better mode is tried; grows by this factor
+_LIKELY = 0.5  # tokens that copies are expected to bring where they may be what spares a draft
 _MEMORY = 32  # drafts of a row, and rounds, over which running means reach
 _SETTLED = 16  # drafted rounds after which a mode that pays counts as paying
 _WARN_AFTER = 2  # pauses without a paying mode between them
@@ -128,7 +129,7 @@ class Pace:
         self._spent: dict[str, float] = {}  # seconds of each phase so far
         self._seconds = 0.0  # of a round that verifies the root alone
         self._emitted, self._copies_cost = [0] * batch, 1.0
-        self._copies: Sequence[Copy] = ()
+        self._copies: Sequence[Copies] = ()
         self._records, self._kind = records, (kind, depth, len(self._verify))
         known = None if records is None else records.get(self._kind)
         if known is not None:
@@ -166,8 +167,10 @@ class Pace:
         looks = 1 + (self._config.refine if refined else 0)
         return RoundCost(self._draft_cost * looks if drafted else 0.0, self._verify, self._estimate.level)
 
-    def choose(self, copies: Sequence[Copy], weights: Sequence[float], deepest: Sequence[int]) -> str:
-        """Choose how the coming round is drafted, one of `MODES`.
+    def choose(
+        self, copies: Sequence[Copies], weights: Sequence[float], deepest: Sequence[int]
+    ) -> tuple[str, Sequence[Copies]]:
+        """Choose how the coming round is drafted, one of `MODES`, and return that and what it may copy.
 
         Args:
             copies: of each row.
@@ -175,24 +178,28 @@ class Pace:
             deepest: deepest node of each row's tree.
         """
         record = self._record
-        if not self._chooses or record.mode == PAUSE:
-            return record.mode
-        copied, tokens, self._copies_cost = best_depth(copies, weights, self.cost(drafted=False))
-        self._copies, rate = copies, tokens / self._copies_cost
+        due = "node_cost" in self._timed and record.timed[0] < 1  # costs are relative to rounds of the roots alone
+        chooses = self._chooses and record.mode != PAUSE
+        if not (chooses or due):
+            return record.mode, copies
+        nodes, tokens, self._copies_cost = best_size(copies, weights, self.cost(drafted=False))
+        self._copies, rate, likely = copies, tokens / self._copies_cost, tokens >= sum(weights) + _LIKELY
+        roots_alone = PAUSE, [NOTHING] * len(copies)
+        if not chooses:
+            return (record.mode, copies) if likely else roots_alone
         while record.mode != PAUSE:
             cost = self._cost_of_drafting()
             rows = zip(weights, copies, deepest, strict=True)
-            added = sum(weight * self._expected(one, copied, most) for weight, one, most in rows if weight)
-            if added >= rate * cost or not (record.rounds or copied):  # a trial has at least one round
-                plain = "node_cost" in self._timed and record.timed[0] < 1 and not copied
-                return PAUSE if plain else record.mode  # drafts are compared with rounds of the root alone
-            if copied or record.chances.sum() >= cost:  # the mode pays in other rounds
-                return PAUSE
+            added = sum(weight * self._expected(one, nodes, most) for weight, one, most in rows if weight)
+            if added >= rate * cost or not (record.rounds or likely):  # a trial has at least one round
+                return roots_alone if due and not likely else (record.mode, copies)
+            if likely or record.chances.sum() >= cost:  # the mode pays in other rounds
+                break
             self._try(self._next(-1))
             if record.left <= 0:
                 record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
             record.pauses += record.mode == PAUSE
-        return PAUSE
+        return PAUSE, copies
 
     def count(
         self,
@@ -227,7 +234,7 @@ class Pace:
         weights = row_weights(before, limits)
         rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
         for row, weight in enumerate(weights):
-            right = _accepted(self._copies[row][0], tokens[row])
+            right = self._copies[row].accepted(tokens[row])
             if weight and right is not None:
                 most = min(self._depth, limits[row] - 1)
                 self._learn(weight * rows, right, emitted[row] - 1, most)
@@ -267,17 +274,17 @@ class Pace:
         """Cost of a draft and its nodes, above that of copies alone."""
         return self.cost(refined=self._record.mode != CHAIN).draft + max(self._record.added, 0.0)
 
-    def _expected(self, copied: Copy, verified: int, deepest: int) -> float:
+    def _expected(self, copies: Copies, verified: int, deepest: int) -> float:
         """Tokens that a draft is expected to add to one row.
 
         Args:
-            copied: in the row; its tree holds the copy as deep as the draft goes.
-            verified: tokens of the copy that are verified without a draft, too.
+            copies: in the row; its tree holds them as deep as the draft goes.
+            verified: nodes of them that are verified without a draft, too.
             deepest: deepest node of the tree.
         """
-        depths = np.arange(1, min(max(deepest, 0), self._depth) + 1)
-        right = np.where(depths <= len(copied[0]), np.exp(copied[1] * depths), 0.0)
-        added = (1 - right) * self._record.chances[: len(depths)] + np.where(depths > verified, right, 0.0)
+        depth = min(max(deepest, 0), self._depth)
+        right = copies.right(depth)
+        added = (1 - right) * self._record.chances[:depth] + right - copies.right(depth, verified)
         return float(added.sum())
 
     def _learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:
@@ -285,7 +292,7 @@ class Pace:
 
         Args:
             weight: of the row, in drafts.
-            right: leading copied tokens that were accepted; of those depths a draft shows nothing.
+            right: copied tokens that were accepted; of those depths a draft shows nothing.
             accepted: nodes on the accepted path.
             deepest: deepest node that the tree could have.
         """
@@ -364,11 +371,3 @@ class Pace:
         if len(record.draft_costs) >= _TIMED_DRAFTS // 3:
             self._draft_cost = median(record.draft_costs)
         self._verify = (self._estimate.verify * record.correction)[self._filled]
-
-
-def _accepted(copied: Sequence[int], tokens: Sequence[int]) -> int | None:
-    """Return the number of leading copied tokens among those emitted; None if the copy matches all of them."""
-    for place, token in enumerate(tokens):
-        if place == len(copied) or copied[place] != token:
-            return place
-    return None

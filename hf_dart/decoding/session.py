@@ -24,7 +24,7 @@ from hf_dart.drafters.base import Proposal, Score, Verified, entries_of
 from hf_dart.models.features import states_at
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
-from hf_dart.trees.copies import Copy
+from hf_dart.trees.copies import Copies
 from hf_dart.trees.tree import DraftTree
 
 ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
@@ -46,7 +46,7 @@ class Budget:
     limits: list[int]
     deepest: list[int]
     weights: list[float]
-    copies: list[Copy]
+    copies: Sequence[Copies]
     mode: str
 
 
@@ -152,8 +152,10 @@ class Session:
         """Return the limits of the coming round, and whether it is worth a draft."""
         limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
-        weights, copies = row_weights(self.rows.emitted, limits), self.grower.copies(deepest)
-        return Budget(limits, deepest, weights, copies, self.pace.choose(copies, weights, deepest))
+        ended = self.rows.ended if self.rows.in_step else None
+        weights, found = row_weights(self.rows.emitted, limits), self.grower.copies(deepest, ended)
+        mode, copies = self.pace.choose(found, weights, deepest)
+        return Budget(limits, deepest, weights, copies, mode)
 
     def first_token(self, logits: Tensor) -> None:
         """Take the token after the prompt from the target's logits [B, 1, V] of its last position."""

@@ -49,7 +49,7 @@ class TreeConfig:
         top_k: K, candidates per depth, at most 1024.
         beam: W, paths that are expanded at each depth with n-grams; otherwise the best nodes of all paths are found
             without it. At most 1024.
-        lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.trees.copies`); 0 for none.
+        lookup: deepest copies of earlier text that may be grafted onto the tree (`hf_dart.trees.copies`); 0 for none.
         node_cost: cost of verifying one more node in one row on a CPU, relative to a round without a draft. None is an
             estimate, and where trees have no given size, it is measured while generating.
         verify_costs: in place of `node_cost`, on any device: costs of a forward of so many tokens, relative to one of a
@@ -60,7 +60,7 @@ class TreeConfig:
         draft_cost: cost of a draft, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`),
             and on a CPU, where trees have no given size, it is measured while generating. Rounds in which drafts would
             bring less than they cost have none, and only copied text is verified (`decoding.pace`). With numbers here
-            and in `node_cost` or `verify_costs`, equal calls make equal rounds.
+            and in `node_cost` or `verify_costs`, the first calls of equal drafters make equal rounds.
         selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
             probabilities are raised to.

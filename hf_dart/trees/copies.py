@@ -1,96 +1,99 @@
-"""Copies of earlier text: what followed the longest earlier match of a text's end, as draft tokens.
+"""Copies of earlier text: what followed earlier occurrences of a text's end, as a tree of draft tokens.
 
-The idea is prompt lookup decoding (Saxena, 2023; stock's `prompt_lookup_num_tokens`). There the copied chain is the
-whole draft; here its tokens compete with the drafter's for places in the tree, by how often copies of that match length
-were accepted in this very call.
+Prompt lookup decoding (Saxena, 2023; stock's `prompt_lookup_num_tokens`) drafts what followed one of them. Here several
+make a tree, and its nodes compete with the drafter's, by how often such copies were right: by the length of the match,
+and by whether the occurrences agree. Where there is a memory (`hf_dart.decoding.memory`), texts of earlier calls are
+copied, too. Suffix decoding (arXiv 2411.04975) keeps such texts in a suffix tree; here each token takes 20 bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import pairwise
 from math import inf, log
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_dart.trees.costs import Array, RoundCost
+from hf_dart.trees.tree import STEP
 
-NGRAM = 2  # shortest match
+KEYS = (1, 3)  # lengths of the runs of tokens that places are found by
 LONGEST = 32  # matches are not told apart beyond this length
-TRIED = 8  # latest earlier occurrences that are compared
-WORTH = 0.02  # a copied token less likely than this to survive is not proposed
-# Chance that the next copied token is right, by match length 2, 3, 4, 5-7, 8-15, 16 and more, before
-# anything was seen, and how many observations that belief is worth.
-BUCKETS = (3, 4, 5, 8, 16)
-PRIOR = (0.35, 0.5, 0.6, 0.7, 0.8, 0.9)
-PRIOR_WEIGHT = 8.0
+TRIED = 16  # places that are compared, the latest ones
+NODES = 32  # of the tree of one row
+WORTH = 0.02  # a copied token less likely than this to be right is not proposed
+_SHORTER = 0.25  # weight of a place whose match is one token shorter
+_OWN = 2.0  # weight of a place in the running text, beside one in the memory
+_AGREE = 0.9  # places agree on a token that has this share of their weight
+_AT_ONCE = 12  # tokens from which on NumPy adds them sooner than Python
+_FACTOR, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1  # hashes are polynomials modulo 2^64
+_LAST_PLACE = 2**31 - 1
 
-Copy = tuple[list[int], float]
-"""Copied tokens, and the log-probability of each to be right after the one before."""
+# A copied token with share s of the weight of all places is right with chance s * c. c before anything was seen, by the
+# length of the match with the copied tokens before it: 1, 2, 3, 4, 5-7, 8-15, 16-31, 32 and more; per source, for a
+# token of one place, for one that places do not agree on, and for one that several agree on. Measured by
+# `examples/experiments/memory.py`.
+_LENGTHS = (2, 3, 4, 5, 8, 16, LONGEST)
+_PRIOR = (
+    *(0.30, 0.45, 0.55, 0.65, 0.68, 0.77, 0.85, 0.88),  # the running text
+    *(0.47, 0.58, 0.60, 0.60, 0.50, 0.60, 0.60, 0.80),
+    *(0.72, 0.82, 0.88, 0.93, 0.92, 0.94, 0.97, 0.98),
+    *(0.12, 0.45, 0.60, 0.65, 0.75, 0.85, 0.80, 0.90),  # the memory
+    *(0.25, 0.50, 0.60, 0.60, 0.60, 0.50, 0.60, 0.80),
+    *(0.35, 0.70, 0.85, 0.87, 0.90, 0.96, 0.97, 0.99),
+)
+_ONE, _DISAGREE, _SEVERAL = (kind * 8 for kind in range(3))
+_SOURCE = 24  # cells of one source
+_CELL = [sum(length >= bound for bound in _LENGTHS) for length in range(2 * LONGEST)]
+_WEIGHT = 8.0  # observations that the chances at the beginning of a call are worth
+_MOST_SEEN = 1000.0  # observations of a cell that a memory keeps
 
 
-class RowLookup:
-    """Copies in one text: the tokens that followed the longest suffix that occurred before in it.
+@dataclass(frozen=True)
+class Copies:
+    """Tree of copied tokens after one row's text, the likeliest nodes first.
 
-    Args:
-        tokens: the row's token ids; the list is shared and grows from outside.
+    Attributes:
+        tokens: of each node.
+        parents: place of its parent among the nodes; -1 for the text's end.
+        depths: 1 for the first after the text.
+        totals: log-probability that the text goes on along the whole path to the node.
     """
 
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = tokens
-        self._ends: dict[tuple[int, ...], list[int]] = {}
-        self._indexed = NGRAM - 1
-        self._copied: list[int] = []
-        self._bucket = 0
-        self._asked_at = 0
-        self._right = [chance * PRIOR_WEIGHT for chance in PRIOR]
-        self._seen = [PRIOR_WEIGHT] * len(PRIOR)
+    tokens: list[int]
+    parents: list[int]
+    depths: list[int]
+    totals: list[float]
 
-    def suggest(self, length: int) -> Copy:
-        """Return up to `length` tokens that followed the longest match, and the log-probability of each to be right."""
-        self._learn()
-        self._index()
-        tokens, ends = self._tokens, len(self._tokens)
-        best, best_end = 0, 0
-        for end in reversed(self._ends.get(tuple(tokens[-NGRAM:]), [])[-TRIED:]):
-            matched = NGRAM
-            while matched < min(LONGEST, end) and tokens[end - 1 - matched] == tokens[ends - 1 - matched]:
-                matched += 1
-            if matched > best:
-                best, best_end = matched, end
-        self._copied = []
-        self._asked_at = ends
-        if best == 0:
-            return [], -inf
-        self._bucket = sum(best >= bound for bound in BUCKETS)
-        chance = self._right[self._bucket] / self._seen[self._bucket]
-        for offset in range(length):
-            if chance ** (offset + 1) < WORTH:
-                break
-            source = best_end + offset
-            # A match that reaches the end of the text continues with its own copy: the text is in a loop.
-            self._copied.append(tokens[source] if source < ends else self._copied[source - ends])
-        return self._copied, log(chance)
+    def __len__(self) -> int:
+        return len(self.tokens)
 
-    def _index(self) -> None:
-        """Note every n-gram that something follows, by where it ends."""
-        for end in range(self._indexed + 1, len(self._tokens)):
-            self._ends.setdefault(tuple(self._tokens[end - NGRAM : end]), []).append(end)
-        self._indexed = max(self._indexed, len(self._tokens) - 1)
+    def right(self, depth: int, nodes: int | None = None) -> Array:
+        """[`depth`] chance that the text is on a path of the first `nodes` nodes (None: of all) at each depth."""
+        chances = np.exp(self.totals[:nodes])
+        return np.bincount(np.array(self.depths[:nodes], np.int64), chances, depth + 1)[1 : depth + 1]
 
-    def _learn(self) -> None:
-        """Compare the last suggestion with the tokens that followed."""
-        followed = self._tokens[self._asked_at :]
-        for copied, token in zip(self._copied, followed, strict=False):
-            self._seen[self._bucket] += 1
-            if copied != token:
-                break
-            self._right[self._bucket] += 1
+    def accepted(self, came: Sequence[int]) -> int | None:
+        """Return how many of the tokens that came lie on a path of the tree; None if all do."""
+        children = {place: node for node, place in enumerate(zip(self.parents, self.tokens, strict=True))}
+        above = -1
+        for place, token in enumerate(came):
+            if (above, token) not in children:
+                return place
+            above = children[above, token]
+        return None
 
 
-def best_depth(copies: Sequence[Copy], weights: Sequence[float], cost: RoundCost) -> tuple[int, float, float]:
-    """Depth at which a round that verifies copies and nothing else brings most for its cost.
+NOTHING = Copies([], [], [], [])
+
+
+def best_size(copies: Sequence[Copies], weights: Sequence[float], cost: RoundCost) -> tuple[int, float, float]:
+    """Nodes at which a round that verifies copies and nothing else brings most for its cost.
 
     Args:
         copies: of each row.
@@ -98,56 +101,345 @@ def best_depth(copies: Sequence[Copy], weights: Sequence[float], cost: RoundCost
         cost: of a round without a draft.
 
     Returns:
-        The depth, at most N - 1 for a tree of N nodes, 0 for none; the expected tokens, weighted; and the cost.
+        The nodes of each row below its root, at most N - 1 for a tree of N, 0 for none; the expected tokens, weighted;
+        and the cost.
     """
-    longest = min(max(len(tokens) for tokens, _ in copies), len(cost.verify) - 1)
-    expected = np.full(longest + 1, float(sum(weights)))
-    for weight, (tokens, chance) in zip(weights, copies, strict=True):
-        depths = np.arange(1, longest + 1)
-        expected[1:] += np.where(depths <= len(tokens), weight * np.exp(chance * depths), 0.0).cumsum()
-    costs = cost.of_each(longest + 1) + cost.level * np.arange(longest + 1)
-    depth = longest - int((expected / costs)[::-1].argmax())  # the deepest of the best
-    return depth, float(expected[depth]), float(costs[depth])
+    most = min(max(map(len, copies)), len(cost.verify) - 1)
+    expected, levels = np.zeros(most + 1), np.zeros(most + 1)
+    expected[0] = sum(weights)
+    for weight, one in zip(weights, copies, strict=True):
+        size = min(len(one), most)
+        expected[1 : size + 1] += weight * np.exp(one.totals[:size])
+        levels[1 : size + 1] = np.maximum(levels[1 : size + 1], one.depths[:size])
+    expected, levels = expected.cumsum(), np.maximum.accumulate(levels)
+    costs = cost.of_each(most + 1) + cost.level * levels
+    size = most - int((expected / costs)[::-1].argmax())  # the largest of the best
+    return size, float(expected[size]), float(costs[size])
 
 
-def padded(copies: Sequence[Copy]) -> tuple[Array, Array]:
-    """Return copies of B rows as tokens [B, L] and the log-probability [B, L] of each.
+@dataclass(frozen=True)
+class CopyLevels:
+    """Copies of B rows in T columns, depth by depth.
 
-    After the end of a row's copy they are -1 and -inf.
-
-    Args:
-        copies: of each row, from `RowLookup.suggest`.
+    Attributes:
+        tokens: [B, T]; -1 where a row has no node.
+        parents: [B, T] column of each node's parent; -1 for those after the text, and -3 where there is no node.
+        totals: [B, T] log-probability of the path to each node; -inf where there is no node.
+        depths: [T] of the columns, rising from 1 on.
+        ends: [L + 1] number of columns of nodes at most 0, 1, ..., L deep.
     """
-    longest = max(len(copied) for copied, _ in copies)
-    tokens, chances = np.full((len(copies), longest), -1), np.full((len(copies), longest), -inf)
-    for row, (copied, chance) in enumerate(copies):
-        tokens[row, : len(copied)] = copied
-        chances[row, : len(copied)] = chance
-    return tokens, chances
 
+    tokens: Array
+    parents: Array
+    totals: Array
+    depths: Array
+    ends: Sequence[int]
 
-def up_to_end(copied: Array, chances: Array, ending: Array) -> tuple[Array, Array]:
-    """Cut copied tokens [B, L] and their log-probabilities [B, L] after the first in each row that ends the text.
+    @classmethod
+    def of(cls, copies: Sequence[Copies]) -> CopyLevels:
+        """Lay out the copies of each row."""
+        counts = [np.bincount(np.array(one.depths, np.int64), minlength=1) for one in copies]
+        width = np.zeros(max(map(len, counts)), np.int64)
+        for count in counts:
+            width[: len(count)] = np.maximum(width[: len(count)], count)
+        width[0] = 0
+        ends = width.cumsum().tolist()
+        tokens, parents = (np.full((len(copies), ends[-1]), none) for none in (-1, -3))
+        totals = np.full(tokens.shape, -inf)
+        for row, one in enumerate(copies):
+            free, columns = ends[:-1], list[int]()
+            for parent, depth in zip(one.parents, one.depths, strict=True):
+                column = free[depth - 1]
+                free[depth - 1] += 1
+                parents[row, column] = columns[parent] if parent >= 0 else -1
+                columns.append(column)
+            tokens[row, columns], totals[row, columns] = one.tokens, one.totals
+        return cls(tokens, parents, totals, np.arange(len(width)).repeat(width), ends)
 
-    Args:
-        ending: [B, L] bool, tokens that end the text.
-    """
-    after = ending.cumsum(1) > ending
-    return np.where(after, -1, copied), np.where(after, -inf, chances)
+    @property
+    def steps(self) -> Array:
+        """[B, T] log-probability of each node after its parent."""
+        above = np.take_along_axis(self.totals, self.parents.clip(0), axis=1) if self.totals.size else self.totals
+        with np.errstate(invalid="ignore"):
+            return np.where(self.parents >= 0, self.totals - above, self.totals)
+
+    def above(self, depth: int) -> Array:
+        """[B, T'] columns of the ancestors at `depth`, -1 for the text's end, of the nodes that are deeper."""
+        found = self.parents[:, self.ends[min(depth, len(self.ends) - 1)] :].copy()
+        while (later := found >= self.ends[min(depth, len(self.ends) - 1)]).any():
+            found = np.where(later, np.take_along_axis(self.parents, found.clip(0), axis=1), found)
+        return found
+
+    def by_depth(self, depth: int) -> Array:
+        """[B, `depth`, C] the tokens of each depth, each once; -1 is none."""
+        levels = [self.tokens[:, start:end] for start, end in pairwise(self.ends[: depth + 1])]
+        found = np.full((len(self.tokens), depth, max((level.shape[1] for level in levels), default=0)), -1)
+        for here, level in zip(found.swapaxes(0, 1), levels, strict=False):
+            again = (level[:, :, None] == level[:, None]) & np.tri(level.shape[1], k=-1, dtype=bool)
+            here[:, : level.shape[1]] = np.where(again.any(2), -1, level)
+        return found
 
 
 def with_copies(candidates: Tensor, scores: Tensor, copied: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the copied token of each depth one more candidate, unless it is one already.
+    """Make the copied tokens of each depth more candidates, but for those that are candidates already.
 
     Args:
         candidates, scores: [B, d, K] of the drafter.
-        copied: [B, L] copied tokens; those beyond d are left out.
+        copied: [B, d, C] copied tokens, each once for a depth; -1 is none.
 
     Returns:
-        Both as [B, d, K + 1]. The candidate that was added scores -inf; -1 is none.
+        Both as [B, d, K + C]. Candidates that were added score -inf; -1 is none.
     """
-    depth = candidates.shape[1]
-    copied = copied[:, :depth, None]
-    more = torch.where((candidates[:, : copied.shape[1]] == copied).any(-1, keepdim=True), -1, copied)
-    more = torch.nn.functional.pad(more, (0, 0, 0, depth - copied.shape[1]), value=-1)
-    return torch.cat([candidates, more], dim=-1), torch.nn.functional.pad(scores, (0, 1), value=-inf)
+    known = (candidates[:, :, None] == copied[..., None]).any(-1)
+    more = torch.where(known, -1, copied)
+    scores = torch.nn.functional.pad(scores, (0, copied.shape[-1]), value=-inf)
+    return torch.cat([candidates, more], dim=-1), scores
+
+
+class TextIndex:
+    """Texts in a ring of tokens, the latest in place of the oldest, and where each run of `KEYS` tokens occurs.
+
+    Chains of places as in zlib: `head[hash of the run]` is the latest place after such a run, `prev[place]` the one
+    before. Tokens are numbers above 0; 0 ends a text.
+
+    Args:
+        capacity: most tokens.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._shift = 65 - (capacity // 2).bit_length()
+        # Zeroed memory is only given by the system when it is first written.
+        self.tokens = np.zeros(capacity, np.int64)
+        self._prev = [np.zeros(capacity, np.int32) for _ in KEYS]
+        self._head = [np.zeros(1 << (64 - self._shift), np.int32) for _ in KEYS]
+        # Python reads single numbers sooner from these.
+        views: Callable[[Any], Any] = memoryview
+        self._view = views(self.tokens)
+        self._chains = [(views(prev), views(head)) for prev, head in zip(self._prev, self._head, strict=True)]
+        self.end = 1  # place after the last token
+
+    @staticmethod
+    def capacity_of(size: int) -> int:
+        """Return the tokens that an index of at most `size` bytes has room for."""
+        return size // (8 + 6 * len(KEYS))
+
+    def add(self, tokens: Array) -> None:
+        """Add tokens [n] int64 after the last one, of which the last `capacity` stay."""
+        if len(tokens) < _AT_ONCE:
+            for token in tokens.tolist():
+                self.append(token)
+            return
+        for start in range(0, len(tokens), self.capacity // 2):
+            self._extend(tokens[start : start + self.capacity // 2])
+
+    def append(self, token: int) -> None:
+        """Add one token."""
+        if self.end >= _LAST_PLACE:
+            self._renumber()
+        self._view[self.end % self.capacity] = token
+        self.end = end = self.end + 1
+        for key, (prev, head) in zip(KEYS, self._chains, strict=True):
+            slot = self._slot([self._view[place % self.capacity] for place in range(end - key, end)])
+            prev[end % self.capacity], head[slot] = head[slot], end
+
+    def _extend(self, tokens: Array) -> None:
+        """Add tokens [n] as `append` does one by one."""
+        if self.end + len(tokens) > _LAST_PLACE:
+            self._renumber()
+        places = np.arange(self.end + 1, self.end + 1 + len(tokens))  # after each of the tokens
+        self.tokens[(places - 1) % self.capacity] = tokens
+        self.end = int(places[-1])
+        for key, prev, head in zip(KEYS, self._prev, self._head, strict=True):
+            hashes = np.zeros(len(tokens), np.uint64)
+            for before in range(key, 0, -1):
+                hashes = (hashes + self.tokens[(places - before) % self.capacity].view(np.uint64)) * np.uint64(_FACTOR)
+            hashes >>= np.uint64(self._shift)
+            order = hashes.argsort(kind="stable")
+            slots, at = hashes[order], places[order].astype(np.int32)
+            same = slots[1:] == slots[:-1]
+            latest = head[slots]
+            latest[1:][same] = at[:-1][same]
+            prev[at % self.capacity] = latest
+            last = np.append(~same, True)
+            head[slots[last]] = at[last]
+
+    def _renumber(self) -> None:
+        """Make place numbers small again; what lies where in the ring stays."""
+        less = (self.end // self.capacity - 1) * self.capacity
+        self.end -= less
+        for places in (*self._prev, *self._head):
+            np.maximum(places - less, 0, out=places)
+
+    def _slot(self, run: Sequence[int]) -> int:
+        value = 0
+        for token in run:
+            value = (value + token) * _FACTOR & _MASK
+        return value >> self._shift
+
+    def matches(self, ending: Sequence[int], depth: int) -> tuple[list[list[int]], list[int]]:
+        """Return what followed the latest occurrences of the end of a text, and the lengths of their matches.
+
+        Args:
+            ending: last tokens of the text, at most `LONGEST`, the last one last.
+            depth: tokens that are to follow. From the end of this index on they are those after the match once more,
+                as in a text that has begun to loop; tokens after a 0 mean nothing.
+        """
+        oldest, found = max(self.end - self.capacity + LONGEST, 1), set[int]()
+        for key, (prev, head) in zip(reversed(KEYS), reversed(self._chains), strict=True):
+            if len(found) >= TRIED:
+                break
+            if len(ending) < key:
+                continue
+            at = head[self._slot(ending[-key:])]
+            for _ in range(TRIED + 1):
+                if at < oldest:
+                    break
+                if at < self.end:  # else the text's own end
+                    found.add(at)
+                at = prev[at % self.capacity]
+        if not found:
+            return [], []
+        places = np.array(sorted(found, reverse=True))[:, None]
+        same = self.tokens[(places - np.arange(1, len(ending) + 1)) % self.capacity] == ending[::-1]
+        lengths = np.where(same.all(1), len(ending), same.argmin(1))
+        places, lengths = places[lengths > 0], lengths[lengths > 0]
+        ahead = np.arange(depth) % (self.end - places)
+        return self.tokens[(places + ahead) % self.capacity].tolist(), lengths.tolist()
+
+
+class Memory(Protocol):
+    """Texts of earlier calls, and how often copies from them were right."""
+
+    base: int
+    """Number that each token is stored with, beside 1; another one for each namespace."""
+
+    def matches(self, ending: Sequence[int], depth: int) -> tuple[list[list[int]], list[int]]:
+        """See `TextIndex.matches`; of stored texts."""
+
+    def chances(self) -> Sequence[float]:
+        """Return c of each cell (`_PRIOR`), by what was right so far."""
+
+
+class RowCopies:
+    """Copies after one row's text: from the text itself and, where there is one, from a memory.
+
+    Args:
+        text: the row's token ids; the list is shared and grows from outside.
+        memory: texts of earlier calls; None for none.
+    """
+
+    def __init__(self, text: list[int], memory: Memory | None = None) -> None:
+        self._text, self._memory = text, memory
+        self._base = 1 + (0 if memory is None else memory.base)
+        self._index = TextIndex(_room(len(text)))
+        self._indexed = 0
+        self._proposed, self._cells, self._asked_at = NOTHING, list[tuple[int, float]](), 0
+        self._prior = list(_PRIOR if memory is None else memory.chances())
+        self.right, self.seen = [0.0] * len(_PRIOR), [0.0] * len(_PRIOR)
+
+    def suggest(self, depth: int, ends: Collection[int] = ()) -> Copies:
+        """Return copies after the text.
+
+        Args:
+            depth: of the deepest.
+            ends: tokens that end a text, after which nothing is copied.
+        """
+        self._learn()
+        self._read()
+        ending = [token + self._base for token in self._text[-LONGEST:]]
+        rows, lengths = self._index.matches(ending, depth)
+        sources = [0] * len(rows)
+        if self._memory is not None:
+            more, longer = self._memory.matches(ending, depth)
+            rows, lengths, sources = rows + more, lengths + longer, sources + [_SOURCE] * len(more)
+        self._asked_at = len(self._text)
+        self._proposed = self._grown(rows, lengths, sources, depth, {end + self._base for end in ends})
+        return self._proposed
+
+    def _read(self) -> None:
+        """Take in what the text has more since."""
+        if len(self._text) + LONGEST >= self._index.capacity:
+            self._index, self._indexed = TextIndex(_room(len(self._text))), 0
+        if self._indexed < len(self._text):
+            self._index.add(np.array(self._text[self._indexed :], np.int64) + self._base)
+            self._indexed = len(self._text)
+
+    def _grown(
+        self, rows: list[list[int]], lengths: list[int], sources: list[int], depth: int, ends: Collection[int]
+    ) -> Copies:
+        """Return the likeliest nodes of the tree of what followed at several places.
+
+        Args:
+            rows: per place, the tokens after it; those after a 0 mean nothing.
+            lengths: of the matches at the places.
+            sources: first cell of their source.
+            depth: of the deepest node.
+            ends: tokens after which nothing is copied.
+        """
+        found = Copies([], [], [], [])
+        self._cells = cells = []
+        longest = max(lengths, default=0)
+        weights = [
+            _SHORTER ** (longest - length) * (1.0 if source else _OWN)
+            for length, source in zip(lengths, sources, strict=True)
+        ]
+        waiting: list[tuple[float, int, int, int, int, list[int], tuple[int, float]]] = []
+        number = 0
+
+        def branch(parent: int, total: float, level: int, members: list[int]) -> None:
+            nonlocal number
+            groups: dict[int, list[int]] = {}
+            for row in members:
+                groups.setdefault(rows[row][level], []).append(row)
+            whole = sum(weights[row] for row in members)
+            for token, those in groups.items():
+                if token == 0:
+                    continue
+                share = sum(weights[row] for row in those) / whole
+                best = max(those, key=lengths.__getitem__)
+                kind = _DISAGREE if share < _AGREE else _SEVERAL if len(those) > 1 else _ONE
+                cell = sources[best] + kind + _CELL[lengths[best] + level]
+                likely = total + min(log(share * self._chance(cell)), -STEP)
+                if likely > log(WORTH):
+                    number += 1
+                    heappush(waiting, (-likely, number, token, parent, level + 1, those, (cell, share)))
+
+        if rows:
+            branch(-1, 0.0, 0, list(range(len(rows))))
+        while waiting and len(found) < NODES:
+            less, _, token, parent, level, those, cell = heappop(waiting)
+            found.tokens.append(token - self._base)
+            found.parents.append(parent)
+            found.depths.append(level)
+            found.totals.append(-less)
+            cells.append(cell)
+            if level < depth and token not in ends:
+                branch(len(found) - 1, -less, level, those)
+        return found
+
+    def _chance(self, cell: int) -> float:
+        right, seen = self._prior[cell] * _WEIGHT + self.right[cell], _WEIGHT + self.seen[cell]
+        return min(right / seen, 1.0)
+
+    def _learn(self) -> None:
+        """Compare the last copies with the tokens that came."""
+        parent, proposed = -1, self._proposed
+        for token in self._text[self._asked_at :]:
+            taken = None
+            for node, above in enumerate(proposed.parents):
+                if above == parent:
+                    cell, share = self._cells[node]
+                    self.seen[cell] += share
+                    if proposed.tokens[node] == token:
+                        self.right[cell] += 1
+                        taken = node
+            if taken is None:
+                break
+            parent = taken
+        self._proposed = NOTHING
+
+
+def _room(length: int) -> int:
+    """Capacity of the index of a text of that length, which grows."""
+    return max(1024, 2 * (length + LONGEST))

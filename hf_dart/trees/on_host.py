@@ -15,15 +15,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hf_dart.trees.copies import CopyLevels
 from hf_dart.trees.costs import Array, RoundCost
-from hf_dart.trees.scores import Candidates, bounded, take
+from hf_dart.trees.scores import Candidates, take
 from hf_dart.trees.tree import DraftTree
+
+_OFF = -2  # in the place of a copied node: the path is not one of copied text
 
 
 class _Level(NamedTuple):
     """Nodes of one depth that were looked at: K tokens after each of W paths.
 
-    After what is drafted, one more level holds copied text: K tokens in a row after each of W paths.
+    After what is drafted, one more level holds the K copied tokens of all greater depths, after each of W paths.
     """
 
     scores: Array  # [B, W, K] of the paths with the token
@@ -59,9 +62,8 @@ def grow_on_host(
         levels = _levels(candidates, nodes - 1, nodes if beam is None else beam) if nodes > 1 else []
     pool = np.concatenate([np.empty((len(roots), 0)), *(level.scores.reshape(len(roots), -1) for level in levels)], 1)
     per_row = np.ones(len(roots)) if weights is None else np.array(weights)
-    drafted = candidates.tokens.shape[1]
     if cost is not None and cost.level:
-        depths = _depths(levels, drafted)
+        depths = _depths(levels, candidates)
         # The nodes down to a depth are the same, however deep the search went on.
         best = [
             _best(np.where(depths <= deepest, pool, -inf), nodes, cost, per_row, deepest)
@@ -72,7 +74,7 @@ def grow_on_host(
         chosen, scores, _ = _best(pool, nodes, cost, per_row)
     if not chosen.shape[1]:
         return DraftTree.chain(torch.from_numpy(roots.copy()))
-    tokens, parents, depths = _look_up(levels, drafted, chosen)
+    tokens, parents, depths = _look_up(levels, candidates, chosen)
     empty, none = scores == -inf, np.zeros_like(roots)
     grown = (
         np.concatenate([roots, np.where(empty, roots, tokens)], axis=1),
@@ -85,24 +87,24 @@ def grow_on_host(
 
 def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
     """Look at nodes depth by depth, among them the best `count` of each row."""
-    tokens, copied, chances = candidates.tokens, candidates.copied, bounded(candidates.chances)
-    (batch, drafted), longest = tokens.shape[:2], max(tokens.shape[1], copied.shape[1])
+    tokens, copies = candidates.tokens, candidates.copies
+    (batch, drafted), longest = tokens.shape[:2], max(tokens.shape[1], len(copies.ends) - 1)
     limits = np.array([longest] * batch if candidates.deepest is None else candidates.deepest)[:, None, None]
     deepest = min(int(limits.max()), longest)
     limited = int(limits.min()) < deepest
     score = candidates.formula.scorer(tokens, candidates.steps)
     paths, columns = candidates.history[:, None], np.zeros((batch, 1), dtype=np.int64)
     best, places = np.zeros((batch, 1)), np.full((batch, 1), -1)
+    copied, chances = np.full((batch, 1), -1), copies.steps  # the copied node that each path ends in, by its column
     levels: list[_Level] = []
     size, kept = 0, np.empty((batch, 0))
     for depth in range(min(deepest, drafted)):
         here = tokens[:, depth]
         steps = score(depth, columns, paths)
-        if depth < copied.shape[1]:
-            follows = (here == copied[:, depth, None])[:, None]
-            if depth:
-                follows = follows & (paths[..., -1:] == copied[:, depth - 1, None, None])
-            steps = np.where(follows, np.maximum(steps, chances[:, depth, None, None]), steps)
+        taken = _copied(copies, depth, here, copied)
+        if taken is not None:
+            goes_on = np.take_along_axis(chances, taken.clip(0).reshape(batch, -1), axis=1).reshape(taken.shape)
+            steps = np.where(taken >= 0, np.maximum(steps, goes_on), steps)
         if limited:
             steps = np.where(limits > depth, steps, -inf)
         scores = best[..., None] + steps
@@ -125,15 +127,34 @@ def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
         best, places = take(scores, chosen), chosen + size
         size += scores.shape[1]
         before, columns = np.divmod(chosen, here.shape[1])
+        copied = np.full(chosen.shape, _OFF) if taken is None else take(taken.reshape(batch, -1), chosen)
         paths = np.concatenate([take(paths, before)[..., 1:], take(here, columns)[..., None]], axis=-1)
-    if drafted < deepest:
-        # Copied text goes on after the paths that end in it; [B, W, T] of T more tokens.
-        steps = np.where(limits[:, 0] > np.arange(drafted, deepest), chances[:, drafted:deepest], -inf).cumsum(1)
-        scores = best[..., None] + steps[:, None]
+    first = copies.ends[drafted] if drafted < deepest else None
+    if first is not None:
+        # Copied text goes on after the paths that end in it; [B, W, T] of T deeper nodes.
+        above = copies.above(drafted)[:, None]
+        totals = copies.totals[:, first:]
         if drafted:
-            scores = np.where((paths[..., -1] == copied[:, drafted - 1, None])[..., None], scores, -inf)
-        levels.append(_Level(scores, copied[:, drafted:deepest], places))
+            totals = totals - np.take_along_axis(copies.totals, above[:, 0].clip(0), axis=1)
+        steps = np.where(limits[:, 0] >= copies.depths[first:], totals, -inf)
+        scores = np.where(copied[..., None] == above, best[..., None] + steps[:, None], -inf)
+        levels.append(_Level(scores, copies.tokens[:, first:], places))
     return levels
+
+
+def _copied(copies: CopyLevels, depth: int, tokens: Array, paths: Array) -> Array | None:
+    """Columns [B, W, K] of the copied nodes that tokens [B, K] of a depth are after W paths, or `_OFF`; None for none.
+
+    Args:
+        paths: [B, W] columns of the copied nodes that the paths end in; -1 for the text's end.
+    """
+    if depth >= len(copies.ends) - 1:
+        return None
+    start, end = copies.ends[depth], copies.ends[depth + 1]
+    same = copies.tokens[:, start:end, None] == tokens[:, None]  # [B, C, K]
+    after = copies.parents[:, None, start:end] == paths[..., None]  # [B, W, C]
+    both = after[..., None] & same[:, None]
+    return np.where(both.any(2), both.argmax(2) + start, _OFF)
 
 
 def _best(
@@ -160,17 +181,18 @@ def _best(
     return chosen[:, : size - 1], scores[:, : size - 1], rate
 
 
-def _depths(levels: list[_Level], drafted: int) -> Array:
+def _depths(levels: list[_Level], candidates: Candidates) -> Array:
     """Depths [P] of all nodes that were looked at."""
+    drafted, copies = candidates.tokens.shape[1], candidates.copies
     depths = [np.full(level.scores[0].shape, depth) for depth, level in enumerate(levels, 1)]
-    if len(levels) > drafted:  # in the last one, tokens follow each other
-        depths[-1] = depths[-1] + np.arange(levels[-1].scores.shape[2])
+    if len(levels) > drafted:
+        depths[-1][:] = copies.depths[copies.ends[drafted] :]
     return np.concatenate([np.empty(0, dtype=np.int64), *(depth.ravel() for depth in depths)])
 
 
-def _look_up(levels: list[_Level], drafted: int, chosen: Array) -> tuple[Array, Array, Array]:
+def _look_up(levels: list[_Level], candidates: Candidates, chosen: Array) -> tuple[Array, Array, Array]:
     """Tokens, parents in the tree and depths of the nodes in places `chosen` [B, n], which come in that order."""
-    batch, count = chosen.shape
+    (batch, count), drafted, copies = chosen.shape, candidates.tokens.shape[1], candidates.copies
     widths, paths = (np.array(sizes) for sizes in zip(*(level.scores.shape[:0:-1] for level in levels), strict=True))
     ends = (widths * paths).cumsum()
     level = ends.searchsorted(chosen, side="right")
@@ -178,9 +200,12 @@ def _look_up(levels: list[_Level], drafted: int, chosen: Array) -> tuple[Array, 
     tokens = take(np.concatenate([each.tokens for each in levels], 1), column + (widths.cumsum() - widths)[level])
     parents = take(np.concatenate([each.places for each in levels], 1), path + (paths.cumsum() - paths)[level])
     depths = level + 1
-    if len(levels) > drafted:  # in the last one, each copied token follows the one before
-        copied = np.where(level == drafted, column, 0)
-        parents, depths = np.where(copied > 0, chosen - 1, parents), depths + copied
+    if len(levels) > drafted:  # in the last one, copied tokens follow others of it
+        last, first = level == drafted, copies.ends[drafted]
+        copied = np.where(last, first + column, 0)
+        above = take(copies.parents, copied) - copied
+        parents = np.where(last & (above + copied >= first), chosen + above, parents)
+        depths = np.where(last, copies.depths[copied], depths)
     # Children score less than their parents, so that these are among the chosen; number 0 is the root.
     numbers = np.zeros((batch, int(ends[-1]) + 1), dtype=np.int64)
     numbers[np.arange(batch)[:, None], chosen + 1] = np.arange(1, count + 1)

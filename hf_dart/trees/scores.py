@@ -20,12 +20,13 @@ from math import inf
 import numpy as np
 
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.copies import CopyLevels
 from hf_dart.trees.costs import Array
 from hf_dart.trees.ngram.table import NgramTable
+from hf_dart.trees.tree import STEP
 
-# A child's score lies this much below its parent's, so that the best N nodes always hold whole paths. No step is
-# deeper than the floor.
-STEP, FLOOR = 1e-4, -30.0
+FLOOR = -30.0
+"""No step down a tree is deeper."""
 _UNSEEN = 1e-4
 """Added to every probability of a table; small enough to tell apart, and a draft of unseen text survives it."""
 # DART, section 3.3 and released code: weight of depth i, of the draft's part at depth i, and what a logarithm is kept
@@ -109,9 +110,7 @@ class Candidates:
         steps: [B, d, J, K] the drafter's log-probability of candidate k after candidate j of the depth before; J is 1
             where it does not depend on that.
         formula: of scores from these.
-        copied: [B, L] tokens that followed the same text earlier, -1 after the last one (`trees.copies`); where they
-            lie within d, they are among the candidates.
-        chances: [B, L] log-probability of each copied token after the one before; -inf after the last one.
+        copies: tokens that followed the same text earlier; those within d are among the candidates.
         deepest: [B] no node of a row lies deeper; None for no limit.
         ending: [B, d, K] candidates that end the text, after which nothing grows; None for none.
     """
@@ -120,8 +119,7 @@ class Candidates:
     tokens: Array
     steps: Array
     formula: DraftScores
-    copied: Array
-    chances: Array
+    copies: CopyLevels
     deepest: Sequence[int] | None = None
     ending: Array | None = None
 

@@ -12,6 +12,9 @@ from torch import Tensor
 MAX_DRAFT_LENGTH = 31
 """Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
 
+STEP = 1e-4
+"""A child's score lies at least this much below its parent's, so that the best N nodes always hold whole paths."""
+
 
 @dataclass(frozen=True)
 class DraftTree:

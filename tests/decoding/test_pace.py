@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
-from math import inf, log
+from math import log
 from random import Random
 from typing import Any
 
@@ -15,17 +15,17 @@ import pytest
 import torch
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
+from support.trees import chain_of
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.pace import PAUSE, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.trees.copies import Copy
+from hf_dart.trees.copies import NOTHING, Copies
 
 DEPTH = 4
-NOTHING: Copy = ([], -inf)
-LOOP: Copy = ([7] * 24, -0.02)
-"""What is copied where nothing is found, and in a loop; `play` lets 7s come."""
+LOOP = chain_of([7] * 24, -0.02)
+"""What is copied in a loop; `play` lets 7s come."""
 
 
 def pace_of(config: TreeConfig, batch: int = 1, device: str = "cpu", **more: Any) -> Pace:
@@ -33,10 +33,10 @@ def pace_of(config: TreeConfig, batch: int = 1, device: str = "cpu", **more: Any
     return Pace(config, device, batch, DEPTH, **more)
 
 
-def play(pace: Pace, emitted: Callable[[str], list[int]], nodes: int, copies: list[Copy], so_far: list[int]) -> str:
+def play(pace: Pace, emitted: Callable[[str], list[int]], nodes: int, copies: list[Copies], so_far: list[int]) -> str:
     """Play a round that brings so many tokens per row, by its mode, which is returned."""
     limits = [50] * len(copies)
-    mode = pace.choose(copies, row_weights(so_far, limits), [DEPTH] * len(copies))
+    mode, _ = pace.choose(copies, row_weights(so_far, limits), [DEPTH] * len(copies))
     new = emitted(mode)
     pace.count(mode, [[7] * tokens for tokens in new], limits, nodes if mode != "pause" else 1, 0, {})
     so_far[:] = [before + tokens for before, tokens in zip(so_far, new, strict=True)]
@@ -105,7 +105,8 @@ def test_copies_that_suffice_are_not_drafted_beside() -> None:
     assert loop == ["pause"] * 100
     assert play(pace, brings.__getitem__, 6, [NOTHING], [0]) == "tree"
     likely = pace_of(TreeConfig(draft_cost=0.5))
-    assert play(likely, brings.__getitem__, 6, [([7] * 24, log(0.8))], [0]) == "pause", "0.7 tokens, or 1.5 meanwhile"
+    copy = chain_of([7] * 24, log(0.8))
+    assert play(likely, brings.__getitem__, 6, [copy], [0]) == "pause", "0.7 tokens, or 1.5 meanwhile"
     free = pace_of(TreeConfig(draft_cost=0.0, node_cost=0.0))
     assert play(free, brings.__getitem__, 6, [LOOP], [0]) == "tree", "what costs nothing is always worth it"
 
@@ -131,7 +132,7 @@ def test_what_drafts_add_to_copies() -> None:
     for depth in range(1, DEPTH + 1):
         wrong = copied[late] < depth
         assert chances[depth - 1] == pytest.approx((drafted[late][wrong] >= depth).mean(), abs=0.2)
-    copy: Copy = ([7] * 3, log(0.5))
+    copy = chain_of([7] * 3, log(0.5))
     assert pace._expected(NOTHING, 0, DEPTH) == pytest.approx(chances.sum())
     assert pace._expected(NOTHING, 0, 2) == pytest.approx(chances[:2].sum())
     assert pace._expected(NOTHING, 0, -1) == 0
@@ -306,7 +307,7 @@ def test_pauses_change_no_token(lengths: list[int], options: dict[str, object]) 
         stats = head.last_stats
         assert stats is not None
         if not eos and options["do_sample"]:
-            assert stats.plain_rounds >= 16
+            assert stats.plain_rounds >= 8
             assert stats.rounds >= stats.paused_rounds + 2, "drafting was tried again"
             assert stats.accepted > 0
 
@@ -433,13 +434,16 @@ def test_a_size_that_seemed_dear_is_tried_again() -> None:
 
 
 def test_rounds_without_a_draft_are_timed_now_and_then() -> None:
-    """Costs are relative to them; where copies are found, or nothing is timed, none is held for it."""
-    cases = ((("node_cost",), NOTHING, True), (("node_cost",), LOOP, False), ((), NOTHING, False))
+    """Costs are relative to them; where copies are likely, or nothing is timed, none is held for it."""
+    weak = chain_of([7], log(0.3))
+    timed: tuple[str, ...] = ("node_cost",)
+    cases = ((timed, NOTHING, True), (timed, weak, True), (timed, LOOP, False), ((), weak, False))
     for timing, copies, wanted in cases:
         pace = pace_of(TreeConfig(draft_cost=0.0, node_cost=0.0), timed=timing)
         plain = []
         for number in range(400):
-            mode = pace.choose([copies], [1.0], [DEPTH])
+            mode, held = pace.choose([copies], [1.0], [DEPTH])
+            assert len(held[0]) == (0 if wanted and mode == "pause" else len(copies))
             plain.append(mode == "pause")
             pace.count(mode, [[7, 7, 7]], [50], 1 if plain[-1] else 4, 2, {"verify": 1.0 + number})
         assert plain[0] == wanted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,9 @@ from torch import Tensor
 from hf_dart import TreeConfig
 from hf_dart.decoding import grow, walk
 from hf_dart.decoding.processors import scores_alone
-from hf_dart.trees.copies import padded, with_copies
+from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, with_copies
 from hf_dart.trees.on_host import grow_on_host
-from hf_dart.trees.scores import Candidates, DraftScores, bounded
+from hf_dart.trees.scores import Candidates, DraftScores
 from hf_dart.trees.tree import DraftTree
 
 DrafterScores = DraftScores(TreeConfig())
@@ -30,13 +31,46 @@ def paths(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
     return set(found)
 
 
+def chain_of(tokens: list[int], chance: float) -> Copies:
+    """A copy: `tokens` in a row, each with the log-probability `chance` after the one before."""
+    depths = list(range(1, len(tokens) + 1))
+    return Copies(tokens, [depth - 2 for depth in depths], depths, [chance * depth for depth in depths])
+
+
+def random_copies(random: Random, nodes: int, tokens: int) -> Copies:
+    """A random tree of copied tokens below `tokens`, at most `nodes` of them, the likeliest ones first."""
+    paths: dict[tuple[int, ...], float] = {(): 0.0}
+    for _ in range(nodes):
+        above = random.choice([*paths][-4:])
+        paths.setdefault((*above, random.randrange(tokens)), paths[above] - 0.01 - random.random())
+    ordered = sorted(paths, key=lambda path: -paths[path])
+    return Copies(
+        [path[-1] for path in ordered[1:]],
+        [ordered.index(path[:-1]) - 1 for path in ordered[1:]],
+        [len(path) for path in ordered[1:]],
+        [paths[path] for path in ordered[1:]],
+    )
+
+
+def copied_steps(copies: CopyLevels, row: int) -> dict[tuple[int, ...], float]:
+    """The copied paths of a row, and the log-probability of the last token of each after those before it."""
+    found: dict[int, tuple[int, ...]] = {-1: ()}
+    steps: dict[tuple[int, ...], float] = {}
+    for column, (token, parent) in enumerate(zip(copies.tokens[row], copies.parents[row], strict=True)):
+        if parent >= -1:
+            found[column] = (*found[int(parent)], int(token))
+            above = copies.totals[row, parent] if parent >= 0 else 0.0
+            steps[found[column]] = float(copies.totals[row, column] - above)
+    return steps
+
+
 def candidates_of(
     tokens: Tensor,
     steps: Tensor,
     *,
     history: Tensor | None = None,
     formula: Any = DrafterScores,
-    copies: list[tuple[list[int], float]] | None = None,
+    copies: list[Copies] | None = None,
     deepest: list[int] | None = None,
 ) -> Candidates:
     """Candidates of B rows.
@@ -45,17 +79,18 @@ def candidates_of(
         tokens: [B, d, K].
         steps: [B, d, K] log-scores, or [B, d, K, K] of each after each of the depth before.
         history: [B, C]; None are roots 100, 101, ...
-        copies: per row its copied tokens and the log-probability of each; they are not yet among `tokens`.
+        copies: of each row; they are not yet among `tokens`.
     """
     batch = len(tokens)
     history = torch.arange(100, 100 + batch)[:, None] if history is None else history
     steps = steps[:, :, None] if steps.ndim == 3 else steps
-    copied, chances = padded(copies or [([], -inf)] * batch)
-    if copied.shape[1]:
-        tokens, _ = with_copies(tokens, tokens.float(), torch.from_numpy(copied))
-        more = 1 if steps.shape[2] > 1 else 0
-        steps = torch.nn.functional.pad(steps, (0, 1, 0, more), value=-inf)
-    return Candidates(history.numpy(), tokens.numpy(), steps.double().numpy(), formula, copied, chances, deepest)
+    levels = CopyLevels.of(copies or [NOTHING] * batch)
+    if levels.tokens.size and tokens.shape[1]:
+        width = tokens.shape[2]
+        tokens, _ = with_copies(tokens, tokens.float(), torch.from_numpy(levels.by_depth(tokens.shape[1])))
+        more = tokens.shape[2] - width
+        steps = torch.nn.functional.pad(steps, (0, more, 0, more if steps.shape[2] > 1 else 0), value=-inf)
+    return Candidates(history.numpy(), tokens.numpy(), steps.double().numpy(), formula, levels, deepest)
 
 
 def plainly(candidates: Candidates, row: int, nodes: int, beam: int) -> dict[tuple[int, ...], float]:
@@ -65,26 +100,23 @@ def plainly(candidates: Candidates, row: int, nodes: int, beam: int) -> dict[tup
         nodes: most of the tree, its root included.
         beam: paths that go on at each depth.
     """
-    tokens, copied, chances = candidates.tokens[row], candidates.copied[row].tolist(), candidates.chances[row]
+    tokens, copied = candidates.tokens[row], copied_steps(candidates.copies, row)
     history, limits, batch = candidates.history, candidates.deepest, len(candidates.tokens)
-    deepest = max(len(tokens), len(copied))
+    deepest = max(len(tokens), *map(len, copied), 0)
     score = candidates.formula.scorer(candidates.tokens, candidates.steps)
     pool: dict[tuple[int, ...], float] = {}
     frontier: dict[tuple[int, ...], tuple[float, int]] = {(): (0.0, 0)}
     for depth in range(deepest if limits is None else min(deepest, limits[row])):
         extended: dict[tuple[int, ...], tuple[float, int]] = {}
         for path, (above, column) in frontier.items():
-            goes_on = depth < len(copied) and (depth == 0 or path[-1] == copied[depth - 1])
             if depth >= len(tokens):
-                if goes_on:
-                    extended[(*path, copied[depth])] = above + chances[depth], 0
+                after = {way: step for way, step in copied.items() if way[:-1] == path}
+                extended |= {way: (above + step, 0) for way, step in after.items()}
                 continue
             text = np.array([*history[row], *path])[-history.shape[1] :]
             steps = score(depth, np.full((batch, 1), column), np.tile(text, (batch, 1, 1)))[row, 0]
             for place, token in enumerate(tokens[depth].tolist()):
-                copies = goes_on and token == copied[depth]
-                step = max(steps[place], bounded(chances[depth])) if copies else steps[place]
-                extended[(*path, token)] = above + step, place
+                extended[(*path, token)] = above + max(steps[place], copied.get((*path, token), -inf)), place
         extended = {path: found for path, found in extended.items() if found[0] > -inf}
         pool |= {path: score for path, (score, _) in extended.items()}
         ends: set[int] = set()

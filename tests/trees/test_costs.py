@@ -77,14 +77,14 @@ def test_every_look_at_a_draft_costs_a_draft() -> None:
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
 def test_costs_change_no_token(tmp_path: Path, options: dict[str, Any]) -> None:
-    """They are kept with the head, and equal calls make equal rounds."""
+    """They are kept with the head, and equal calls of one that was just loaded make equal rounds."""
     target = tiny_target("llama")
     tree = {"verify_costs": [[1, 1], [8, 1.01], [64, 1.5]], "draft_cost": 0.0}
     tiny_head(target, tree=tree).save_pretrained(tmp_path)
-    head = DartHead.from_pretrained(str(tmp_path), target=target)
-    assert head.tree_config.verify_costs == ((1, 1), (8, 1.01), (64, 1.5))
     committed = []
     for _ in range(2):
+        head = DartHead.from_pretrained(str(tmp_path), target=target)
+        assert head.tree_config.verify_costs == ((1, 1), (8, 1.01), (64, 1.5))
         assert_identical(target, head, prompts([9, 3]), **options, max_new_tokens=20)
         committed.append((head.last_stats.committed, head.last_stats.drafted))
     assert committed[0] == committed[1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from math import inf
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.trees import candidates_of, paths, plainly, random_draft
+from support.trees import candidates_of, paths, plainly, random_copies, random_draft
 
-from hf_dart.trees.copies import up_to_end
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.tree import DraftTree
@@ -70,17 +70,12 @@ def test_trees_are_those_of_a_plain_search(
     """Nodes, scores and masks; with scores of neighbours, copies deeper than the drafter, limits, and ends of texts."""
     tokens, steps = random_draft(3, max(depth, 1), width, seed)
     tokens, steps = tokens[:, :depth], (steps if pairs else steps[:, :, 0])[:, :depth]
-    generator = torch.Generator().manual_seed(seed)
-    copies = []
-    for row, length in enumerate(lengths):
-        copied = torch.randint(50, (length,), generator=generator).tolist()
-        if depth and length and seed % 2:
-            copied[0] = int(tokens[row, 0, 0])  # which the drafter has found, too
-        copies.append((copied, -0.01 - float(torch.rand((), generator=generator))))
+    random = Random(seed)
+    # Some of the copied tokens are drafted, too.
+    copies = [random_copies(random, length, random.choice([3, 50])) for length in lengths]
     candidates = candidates_of(tokens, steps, copies=copies, deepest=limits)
     if ends:
-        copied, chances = up_to_end(candidates.copied, candidates.chances, candidates.copied % 3 == 0)
-        candidates = replace(candidates, ending=candidates.tokens % 3 == 0, copied=copied, chances=chances)
+        candidates = replace(candidates, ending=candidates.tokens % 3 == 0)
     # A beam that is no limit: paths of which no node can be among the best are left out.
     beam = 3 if narrow else 10**6
     tree = grow_on_host(candidates, nodes=nodes, beam=beam)
@@ -91,7 +86,7 @@ def test_trees_are_those_of_a_plain_search(
         assert paths(tree, row) == set(wanted)
         scores = sorted(tree.scores[row][tree.parents[row] >= 0].tolist())
         assert scores == pytest.approx(sorted(wanted.values()))
-        assert not ends or all(token % 3 for path in paths(tree, row) for token in path[:-1])
+        assert not ends or all(token % 3 for path in paths(tree, row) for token in path[:-1][:depth])
     assert tree.max_depth == int(tree.depths.max())
 
 
