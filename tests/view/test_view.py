@@ -75,7 +75,7 @@ def test_a_page_shows_what_the_call_did(output: Any, hostile_tokenizer: Any, row
         nodes, path = sum(parent >= 0 for parent in traced.parents[row]), traced.paths[row]
         assert boxes == Counter({"root": 1, "bonus": 1, "draft": count - 1, "left": nodes - (count - 1)})
         assert [traced.parents[row][node] for node in path[1:]] == path[:-1]
-        assert f"{exp(traced.scores[row][1]):.0%}" in one.text
+        assert nodes == 0 or f"{exp(traced.scores[row][1]):.0%}" in one.text
 
 
 def whole_text(view: View) -> str:
