@@ -91,23 +91,10 @@ class HeadArguments(DrafterArguments):
 
 @dataclass
 class DrafterTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and those of every [`DrafterTrainer`].
+    """`TrainingArguments` and those of every [`DrafterTrainer`]."""
 
-    Args:
-        anchors_per_row: K, blocks trained per row.
-        loss: "dart" (annealed KL), "left_to_right", "dpace", "lk" or "tv".
-        divergence, ce_share, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight,
-        chain_weight, chain_form: change that field of the preset (`Objective`).
-        early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head;
-            None or 0 goes on to the end.
-        decode_prompts: at every evaluation also decode so many prompts ([`DecodingCallback`]), the beginnings of the
-            first evaluation rows, or of conversations what comes before the first reply; 0 for none.
-        decode_prompt_tokens: length of each.
-        loss_chunk: blocks whose logits are held at a time; 0 holds all.
-    """
-
-    anchors_per_row: int = option(32, "blocks trained per row")
-    loss: str = option("dart", f"one of {', '.join(PRESETS)}")
+    anchors_per_row: int = option(32, "K, blocks trained per row")
+    loss: str = option("dart", f"one of {', '.join(PRESETS)}; the options after it change one part of it")
     divergence: str | None = option(None, "ce, kl, tv or lk")
     ce_share: float | None = option(None, "share of the cross-entropy in the divergence")
     position_weights: str | None = option(None, "uniform, exponential or dpace")
@@ -118,8 +105,12 @@ class DrafterTrainingArguments(TrainingArguments):
     focal_weight: float | None = option(None, "weight of the first-error focal loss")
     chain_weight: float | None = option(None, "weight of the chain loss")
     chain_form: str | None = option(None, "linear or log")
-    early_stopping_patience: int | None = option(None, "evaluations in a row without a better tau before it stops")
-    decode_prompts: int = option(0, "prompts to decode at every evaluation")
+    early_stopping_patience: int | None = option(
+        None, "evaluations in a row without a better tau before it stops, and keeps the best head; 0: never"
+    )
+    decode_prompts: int = option(
+        0, "prompts to decode at every evaluation: beginnings of its first rows, or what comes before a first reply"
+    )
     decode_prompt_tokens: int = option(32, "tokens of each decoded prompt")
     loss_chunk: int = option(64, "blocks whose logits are held at a time; 0: all")
     resume_from_checkpoint: str | None = option(
@@ -162,16 +153,12 @@ class DrafterTrainingArguments(TrainingArguments):
 
 @dataclass
 class DartTrainingArguments(DrafterTrainingArguments):
-    """`DrafterTrainingArguments` and those of a [`DartHead`] alone.
+    """`DrafterTrainingArguments` and those of a [`DartHead`] alone."""
 
-    Args:
-        selector_only: train the head's bigram selector on the frozen head, by annealed KL.
-        selector_noise: share of the blocks in which it learns to rank them as drafts for sampling do, with the noise
-            that the target draws its tokens with (`TreeConfig.shared_noise`); 0 for none, as greedy drafts do.
-    """
-
-    selector_only: bool = option(False, "train the bigram selector of a frozen head")
-    selector_noise: float = option(0.5, "share of the blocks in which it learns with the noise of sampling")
+    selector_only: bool = option(False, "train the bigram selector of a frozen head, by annealed KL")
+    selector_noise: float = option(
+        0.5, "share of the blocks in which it learns to rank with the noise that the target draws its tokens with"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -45,18 +45,15 @@ class DiffusionArguments(DrafterArguments):
 
 @dataclass
 class DiffusionTrainingArguments(DrafterTrainingArguments):
-    """`DrafterTrainingArguments` and those of the diffusion drafter alone.
-
-    Args:
-        revealed_share: share of the blocks with t drawn from (0, 1); the others have t = 1, where `loss` applies.
-            1 trains the diffusion model's bound alone, 0 a draft of one step.
-        text_weight: of the cross-entropy of the next token at every entry of the text, added to the blocks' losses:
-            a draft's first token is what the entry before it predicts. 0 trains the blocks' own alone.
-    """
+    """`DrafterTrainingArguments` and those of the diffusion drafter alone."""
 
     loss: str = option("left_to_right", "loss of blocks that are all masked, as for a head")
-    revealed_share: float = option(0.5, "share of the blocks with tokens revealed")
-    text_weight: float = option(0.0, "weight of the next token's loss at every entry of the text")
+    revealed_share: float = option(
+        0.5, "share of the blocks with tokens revealed, at a time from (0, 1); the loss applies to the others, at 1"
+    )
+    text_weight: float = option(
+        0.0, "weight of the next token's loss at every entry of the text, which predicts a draft's first token"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

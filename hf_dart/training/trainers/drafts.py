@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.trees.vocabulary import columns_of
 
 
-@dataclass(frozen=True)
-class Goals:
+class Goals(NamedTuple):
     """The target's distributions after some tokens of a batch, in a draft vocabulary of M tokens.
 
     Attributes:
@@ -34,13 +33,7 @@ class Goals:
     @classmethod
     def joined(cls, parts: Sequence[Goals]) -> Goals:
         """Return the goals of several parts of a batch as one."""
-        first = parts[0]
-        return first if len(parts) == 1 else cls(
-            torch.cat([one.places for one in parts]),
-            torch.cat([one.logits for one in parts]),
-            None if first.others is None else torch.cat([one.others for one in parts if one.others is not None]),
-            None if first.best is None else torch.cat([one.best for one in parts if one.best is not None]),
-        )
+        return cls._make(None if part[0] is None else torch.cat(part) for part in zip(*parts, strict=True))
 
     def at(self, places: Tensor) -> Tensor:
         """Return the logits [..., M] after tokens [...] that are all among `places`."""
