@@ -21,13 +21,12 @@ from torch import Tensor
 
 from hf_dart import DartHead
 from hf_dart.training import EditTrainer, EditTrainingArguments
-from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.trainers.drafts import places_and_labels
 from hf_dart.training.trainers.edit import coupled_draft
 
 TARGET = tiny_target(torch.float64)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
-OWN = {"true": 0.0, "sampled": 0.0, "revealed": 0.0}  # shares of the blocks: all hold the head's own draft
+OWN = {"true": 0.0, "sampled": 0.0}  # shares of the blocks: all hold the head's own draft
 SHAPES = [
     {},
     {"num_layers": 2, "inject_features": True},
@@ -107,11 +106,6 @@ def test_what_slots_hold(tmp_path: Path) -> None:
     assert torch.equal(found, torch.where(known, truth, drafted))
     assert known.any()
     assert not known.all()
-    found, _, truth, inputs, present = slots(sampled=1, revealed=1)
-    masked = inputs["masked"][present][:, :-1]
-    assert torch.equal(found, torch.where(masked, -1, truth))
-    assert masked.any()
-    assert not masked.all()
     found, _, truth, *_ = slots(true=1)
     assert torch.equal(found, truth)
     found, drafted, *_ = slots(sampled=1)
@@ -161,22 +155,6 @@ def test_metrics_are_those_of_their_passes(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("hf_dart.training.trainers.trainer.draft_figures", lambda counts: {"tau": next(taus)})
     found = trainer_of(tmp_path, editing_head(TARGET)).evaluate()
     assert (found["eval_tau"], found["eval_tau_edited"]) == (1.5, 2.5)
-
-
-def test_revealed_blocks_learn_what_is_masked(tmp_path: Path) -> None:
-    """The true tokens of slots that are not masked are held, and the others learned."""
-    head = editing_head(TARGET)
-    trainer = trainer_of(tmp_path, head, {"revealed": 1.0}, loss_chunk=0, editor_only=True)
-    inputs = batch_of(token_rows(LENGTHS), head.draft_length, 6)
-    trainer.draw(inputs, torch.Generator().manual_seed(0))
-    loss = trainer.summed_loss(head, inputs)[0]
-    assert loss > 0
-    present = inputs["anchors"] >= 0
-    _, labels = places_and_labels(inputs, head.draft_length)
-    surprise = -head.logits(inputs["edited"][present]).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])
-    counted = inputs["masked"][present] & (labels != NO_LABEL)
-    by_hand = (torch.where(counted, surprise[..., 0], 0).mean(-1) / inputs["times"][present]).sum()
-    torch.testing.assert_close(loss, by_hand, rtol=1e-6, atol=0)  # times are in float32
 
 
 def test_refusals(tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 After the first drafts of all blocks comes an edit pass over the same blocks, whose slots now hold tokens. An editor
 that has only seen right tokens before a slot would follow wrong ones: so the slots of a part of the blocks hold the
-head's own draft, of others the true tokens. In a third part random true tokens are shown and the others stay masked:
-those are trained by the bound of a masked diffusion model.
+head's own draft, of others the true tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.dart import DartTrainer
-from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
 from hf_dart.training.trainers.drafts import Drafts, Goals, as_columns, places_and_labels
 from hf_dart.training.trainers.trainer import read_tokens
 from hf_dart.trees.vocabulary import token_ids
@@ -65,9 +63,6 @@ class EditTrainer(DartTrainer):
     sampled_share = 0.5
     """Share of the blocks whose drafts are sampled, with the noise that the target's token was sampled with, as in
     `generate`; the others take the likeliest tokens."""
-    revealed_share = 0.1
-    """Share of the blocks that show random true tokens, as far as a time t in (0, 1) leaves them unmasked, and learn
-    the others."""
 
     passes = ("", "edited")
     drafter_arguments = (HeadArguments,)
@@ -84,17 +79,12 @@ class EditTrainer(DartTrainer):
         head.get_submodule("editor").requires_grad_(True)
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Add `anchors`, `true`, `sampled`, `times` [B, K], `masked` [B, K, d], and the `seed` of sampled drafts."""
+        """Add `anchors`, `true` and `sampled` [B, K], and the `seed` of sampled drafts."""
         blocks = super().draw(inputs, generator)
-        training, anchors = not self.evaluates, inputs["anchors"]
-        shape, device = anchors.shape, anchors.device
+        anchors = inputs["anchors"]
         for name, share in (("true", self.true_share), ("sampled", self.sampled_share)):
-            inputs[name] = (torch.rand(shape, generator=generator) < share * training).to(device)
-        inputs["times"] = torch.ones(shape, device=device)
-        times = draw_times(blocks, self.revealed_share * training, generator)
-        inputs["times"][anchors >= 0] = times.to(device)
-        chances = torch.rand(*shape, self.drafter.draft_length, generator=generator).to(device)
-        inputs["masked"] = chances < inputs["times"][..., None]
+            drawn = torch.rand(anchors.shape, generator=generator) < share * (not self.evaluates)
+            inputs[name] = drawn.to(anchors.device)
         inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
         return blocks
 
@@ -113,7 +103,7 @@ class EditTrainer(DartTrainer):
 
     @torch.no_grad()
     def _slots(self, inputs: dict[str, Any], goals: Goals, states: Tensor) -> Tensor:
-        """Return the tokens that the slots hold in the edit pass [B, K (d - 1)]; -1 for slots that stay masked.
+        """Return the tokens that the slots hold in the edit pass [B, K (d - 1)]; -1 in absent blocks.
 
         Args:
             inputs, goals: of `block_states`.
@@ -126,8 +116,6 @@ class EditTrainer(DartTrainer):
         hidden = inputs["blocks"].drafts(states)[present][:, :-1]  # [N, d - 1, H]
         own = self._own_drafts(inputs, goals, hidden, places, truth)
         tokens = torch.where(inputs["true"][present][:, None], truth, own)
-        shown = torch.where(inputs["masked"][present][:, :-1], -1, truth)
-        tokens = torch.where((inputs["times"][present] < 1)[:, None], shown, tokens)
         held = ids.new_full((*anchors.shape, length - 1), -1)
         held[present] = tokens
         return held.flatten(1)
@@ -162,14 +150,8 @@ class EditTrainer(DartTrainer):
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
         """Return the sum of the objective of the first drafts, and of the edit pass."""
-        inputs, edited = drafts.inputs, self._edited(drafts)
-        present = inputs["anchors"] >= 0
         loss = drafts.hidden.new_zeros(()) if self.args.editor_only else super().draft_loss(drafts)
-        times, masked = inputs["times"][present], inputs["masked"][present]
-        chunk = self.args.loss_chunk * self.drafter.draft_length
-        columns = as_columns(drafts.labels, self.drafter.draft_vocabulary)
-        revealed = revealed_loss(self.drafter.logits, edited.hidden, columns, masked, times, chunk)
-        return loss + super().draft_loss(edited.of(times == 1)) + revealed
+        return loss + super().draft_loss(self._edited(drafts))
 
 
 def coupled_draft(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
