@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -17,6 +18,7 @@ from transformers import (
     ForcedEOSTokenLogitsProcessor,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
+    LogitsProcessor,
     LogitsProcessorList,
     MaxLengthCriteria,
     MinLengthLogitsProcessor,
@@ -35,6 +37,28 @@ from transformers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+
+
+class AdditivePenaltyLogitsProcessor(LogitsProcessor):
+    """Penalty of tokens that a text has already, subtracted from their scores, as OpenAI's API has it.
+
+    Source: https://platform.openai.com/docs/api-reference/completions (`presence_penalty`, `frequency_penalty`).
+
+    Args:
+        prompt_length: tokens of the prompt, which count for nothing.
+        presence: is subtracted once.
+        frequency: is subtracted for each time that the token is there.
+    """
+
+    def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
+        self.prompt_length, self.presence, self.frequency = prompt_length, presence, frequency
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores [B, V] after the texts [B, P + T]."""
+        written = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, written, torch.ones_like(written, dtype=scores.dtype))
+        return scores - self.presence * (counts > 0) - self.frequency * counts
+
 
 # All compared by exact type: what a subclass does is not known.
 _SCORES_ALONE = (
@@ -62,6 +86,7 @@ _ROW_FREE = (
     ForcedEOSTokenLogitsProcessor,
     ExponentialDecayLengthPenalty,
     SuppressTokensAtBeginLogitsProcessor,
+    AdditivePenaltyLogitsProcessor,
 )
 # These keep state per row of the batch, and so need the whole batch.
 _ROW_BOUND = (
@@ -95,7 +120,7 @@ def _of_row(processor: Any, row: int) -> Any:
 
 
 def all_known(processors: LogitsProcessorList) -> bool:
-    """Return True if all processors are stock's own."""
+    """Return True if all processors are stock's own, or read a row's text and scores alone."""
     return all(type(processor) in (*_ROW_FREE, *_ROW_BOUND) for processor in processors)
 
 
