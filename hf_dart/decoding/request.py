@@ -74,6 +74,7 @@ class Request:
         windowed: layers with a sliding window may drop what has left it; else the cache holds the whole text.
         timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
         pause: is called between two pieces of the prompt; None for none.
+        observers: `decoding.session.Observer`s of this call, beside those of its drafter.
     """
 
     model: PreTrainedModel
@@ -97,6 +98,7 @@ class Request:
     windowed: bool
     timed: Collection[str]
     pause: Callable[[], None] | None = None
+    observers: tuple[Any, ...] = ()
 
     @property
     def first_slot(self) -> int:

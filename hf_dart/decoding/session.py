@@ -51,7 +51,7 @@ class Budget:
 
 
 class Observer(Protocol):
-    """What is told of one call as it goes, by `Drafter.observers`. Whatever it raises ends the call."""
+    """What is told of one call as it goes, by `Drafter.observers` or for a request; what it raises ends the call."""
 
     def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
         """Take note of verified positions, in their order; of a long prompt these are the last ones.
@@ -283,7 +283,7 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             # The prompt's last position waits for the token after it.
             seen=Verified(ran.reader.last, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
         )
-        session.observers = [observe(session) for observe in drafter.observers]
+        session.observers = [*(observe(session) for observe in drafter.observers), *request.observers]
         if ran.reader.tail is not None:
             for observer in session.observers:
                 observer.verified(ran.reader.tail, None)

@@ -6,7 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Condition, Thread
 from time import perf_counter, thread_time
 from typing import Any, Self
@@ -20,7 +20,7 @@ from hf_dart.decoding.feed import in_pieces
 from hf_dart.decoding.finish import break_off
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.seats import Seats
-from hf_dart.decoding.session import Session
+from hf_dart.decoding.session import Observer, Session
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
@@ -114,6 +114,7 @@ class Batcher:
         generation_config: Any = None,
         *,
         seed: int | None = None,
+        observers: Sequence[Observer] = (),
         **options: Any,
     ) -> Handle:
         """Ask for the text that `model.generate(input_ids, generation_config, **options)` writes.
@@ -123,6 +124,7 @@ class Batcher:
             generation_config: as for `generate`.
             seed: of the tokens that are drawn: those of `torch.manual_seed(seed)`. None chooses one, which
                 `Handle.seed` tells.
+            observers: are told of what it commits, on the thread of the rounds, before its tokens are shown.
             options: all others of `generate`, such as `max_new_tokens`, `do_sample`, `logits_processor`,
                 `stopping_criteria`, `stop_strings` with `tokenizer`, and `tree_config`. Processors and criteria run on
                 the thread of the rounds; those that keep state between calls serve one request each.
@@ -138,6 +140,7 @@ class Batcher:
         ids = torch.as_tensor(input_ids, device=None if isinstance(input_ids, Tensor) else self.device)
         ids = ids[None] if ids.ndim == 1 else ids
         request = requested(self._model, ids, generation_config, assistant=self._drafter, **options)
+        request = replace(request, observers=(*observers,))
         if request.most > self.max_tokens:
             raise ValueError(
                 f"This request may hold {request.most} tokens, {request.total} of its prompt and the new ones, and "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from threading import Condition
 from typing import Any
@@ -34,6 +34,7 @@ class Handle(Future[Any]):
         self.tokens: list[int] = []
         self.stats: DraftStats | None = None
         self._news = Condition()
+        self._told: list[Callable[[], object]] = []
         self.add_done_callback(lambda _: self.put([]))
 
     def __iter__(self) -> Iterator[int]:
@@ -52,11 +53,18 @@ class Handle(Future[Any]):
             self._news.wait_for(lambda: len(self.tokens) > sent or self.done())
             return self.tokens[sent:]
 
+    def add_news_callback(self, function: Callable[[], object]) -> None:
+        """Call a function now, whenever there are new tokens, and at the end, on the thread that has them."""
+        self._told.append(function)
+        function()
+
     def put(self, tokens: list[int]) -> None:
         """Show these tokens, and wake whoever waits. For the [`Batcher`] alone, as is `end`."""
         with self._news:
             self.tokens += tokens
             self._news.notify_all()
+        for function in self._told:
+            function()
 
     def end(self, output: Any, failure: BaseException | None = None) -> None:
         """Set the output, or the error that ended the request, unless it has been cancelled meanwhile."""
