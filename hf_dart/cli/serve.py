@@ -1,13 +1,20 @@
-"""`hf-dart serve`: transformers' own server (`transformers serve`), whose every call drafts."""
+"""`hf-dart serve`: a drafted model for many clients at once, over HTTP as OpenAI's API."""
 
 from __future__ import annotations
 
 import argparse
+import logging
+import os
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
-from hf_dart.bench.pair import Pair
 from hf_dart.cli import common
-from hf_dart.errors import UserError, as_user_error
+from hf_dart.errors import UserError, read_text
+
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client")
+_KEY = "HF_DART_API_KEY"
+_seconds = common.number(float, lambda value: value > 0, "more than 0")
 
 
 def add(commands: Any) -> None:
@@ -16,72 +23,69 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--host", default="localhost", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
+    parser.add_argument("--api-key", metavar="KEY", help=f"that requests have to bring (default: ${_KEY}, else none)")
+    parser.add_argument("--chat-template", type=Path, metavar="FILE", help="for chat, in place of the tokenizer's own")
+    parser.add_argument(
+        "--seats", type=common.positive, default=8, help="texts that are written at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--waiting", type=common.positive, default=64, help="texts that may wait for a seat (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens",
+        type=common.positive,
+        default=2**16,
+        help="that the texts which are written may hold together (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-body", type=common.positive, default=2**22, metavar="BYTES", help="of a request (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="for an answer (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--grace",
+        type=common.positive,
+        default=30,
+        metavar="SECONDS",
+        help="in which what runs is answered once the server is told to stop (default: %(default)s)",
+    )
     parser.add_argument("--enable-cors", action="store_true", help="answer pages of other origins too")
     parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    app = build_app(common.load(arguments), enable_cors=arguments.enable_cors)
+    if not all(map(find_spec, _NEEDED)):
+        raise UserError("A server needs more packages; install hf-dart[serve].")
+    template = None if arguments.chat_template is None else read_text(arguments.chat_template, "the chat template ")
+    pair = common.load(arguments)
     import uvicorn
 
-    uvicorn.Server(uvicorn.Config(app, host=arguments.host, port=arguments.port)).run()
-    return 0
+    from hf_dart.serve.app import build_app
+    from hf_dart.serve.service import Limits, Service, length_of
 
-
-def build_app(pair: Pair, enable_cors: bool = False) -> Any:
-    """Make the app of `transformers serve` for one model that is loaded already, and drafts by default.
-
-    Requests name it or no model at all, and are served one at a time, in the order in which they come, as transformers
-    serves them without continuous batching.
-
-    Args:
-        pair: target, drafter and tokenizer.
-        enable_cors: answer pages of other origins too.
-
-    Returns:
-        A FastAPI app: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health.
-
-    Raises:
-        UserError: what transformers' server needs is not installed.
-    """
-    from transformers.utils.import_utils import is_serve_available
-
-    # First, as later imports fail with unclear errors without these packages.
-    if not is_serve_available():
-        raise UserError("A server needs more packages; install hf-dart[serve].")
-    about = "This transformers has no server to build on; install hf-dart[serve]"
-    with as_user_error(ImportError, about=about):
-        from transformers.cli.serving.chat_completion import ChatCompletionHandler
-        from transformers.cli.serving.completion import CompletionHandler
-        from transformers.cli.serving.model_manager import ModelManager, TimedModel
-        from transformers.cli.serving.response import ResponseHandler
-        from transformers.cli.serving.server import build_server
-        from transformers.cli.serving.systemone import SystemOneHandler
-        from transformers.cli.serving.transcription import TranscriptionHandler
-        from transformers.cli.serving.utils import GenerationState
-    from hf_dart.decoding.api import attach
-
-    class OneModel(ModelManager):
-        """Model manager of transformers' server for the one model that is loaded already."""
-
-        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
-            return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]
-
+    if template is not None:
+        pair.tokenizer.chat_template = template
     if not pair.tokenizer.chat_template:
-        common.say("The tokenizer has no chat template: /v1/completions answers, chat and responses cannot.")
-    attach(pair.model, pair.head)
-    models = OneModel()
-    models.force_model = pair.target_name
-    loaded = TimedModel(pair.model, timeout_seconds=-1, processor=pair.tokenizer)  # never unloaded
-    models.loaded_models[models.process_model_name(pair.target_name)] = loaded
-    shared = {"model_manager": models, "generation_state": GenerationState()}
-    return build_server(
-        models,
-        ChatCompletionHandler(**shared),
-        completion_handler=CompletionHandler(**shared),
-        response_handler=ResponseHandler(**shared),
-        transcription_handler=TranscriptionHandler(**shared),
-        systemone_handler=SystemOneHandler(**shared),
-        generation_state=shared["generation_state"],
-        enable_cors=enable_cors,
+        common.say("The tokenizer has no chat template: /v1/completions answers; give --chat-template for the others.")
+    limits = Limits(
+        length=length_of(pair.model, arguments.max_tokens),
+        seats=arguments.seats,
+        tokens=arguments.max_tokens,
+        waiting=arguments.waiting,
+        body=arguments.max_body,
+        seconds=arguments.timeout,
     )
+    target = arguments.target or pair.target_name
+    names = dict.fromkeys([pair.target_name, target, Path(target).name])
+    app = build_app(
+        Service(pair.model, pair.tokenizer, pair.head, [*names], limits),
+        api_key=arguments.api_key or os.environ.get(_KEY),
+        enable_cors=arguments.enable_cors,
+    )
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("hf_dart.serve").setLevel(logging.INFO)
+    uvicorn.run(
+        app, host=arguments.host, port=arguments.port, access_log=False, timeout_graceful_shutdown=arguments.grace
+    )
+    return 0

@@ -97,7 +97,7 @@ NOT_RUN = {
     "hf-dart bench": "takes minutes: tests/bench runs it; its options are read here",
     "python examples/experiments/drafts.py": "takes minutes",
     "hf-dart audit": "likewise",
-    "hf-dart serve": "goes on until it is stopped: tests/tools/test_serve.py",
+    "hf-dart serve": "goes on until it is stopped: tests/serve",
     "hf-dart ngram build code.ngram --dataset": "needs the Hub; its options are read here",
     "hf-dart push": "needs the Hub: tests/hub/test_publish.py has one; its options are read here",
 }

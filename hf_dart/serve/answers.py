@@ -1,0 +1,180 @@
+"""Answers as OpenAI's clients read them: whole, or as the events of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from hf_dart.serve.refusal import Refusal
+from hf_dart.serve.writing import Piece, Texts
+
+
+class Completion:
+    """Answer to `POST /v1/completions`.
+
+    Args:
+        asked: the request.
+        texts: what is written for it.
+        model: the model's name.
+        tokenizer: of the model.
+    """
+
+    prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, asked: Any, texts: Texts, model: str, tokenizer: Any) -> None:
+        self._asked, self._texts, self._decode = asked, texts, tokenizer.decode
+        self._head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        self._offsets = [0] * texts.size  # characters whose log-probabilities are told
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for the texts, and return the answer."""
+        wholes = [self.opening(number) for number in range(self._texts.size)]
+        async for piece in self._texts.pieces():
+            wholes[piece.index] |= piece
+        return {**self._head, "object": self.kind, "choices": [*map(self.choice, wholes)], "usage": self._usage}
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield an event for each piece, and the usage where it was asked for."""
+        counts = self._asked.stream_options is not None and self._asked.stream_options.include_usage
+        head = {**self._head, "object": self.chunk_kind} | ({"usage": None} if counts else {})
+        for number in range(self._texts.size):
+            yield _event({**head, "choices": [self.change(self.opening(number), first=True)]})
+        async for piece in self._texts.pieces():
+            yield _event({**head, "choices": [self.change(piece)]})
+        if counts:
+            yield _event({**head, "choices": [], "usage": self._usage})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, refusal: Refusal) -> str:
+        """Return the event of a stream that ends with an error."""
+        return _event(refusal.content)
+
+    def opening(self, number: int) -> Piece:
+        """Return what comes before a text."""
+        echoed = self._asked.prompt[number // (self._asked.n or 1)] if self._asked.echo else ""
+        return Piece(number, echoed if isinstance(echoed, str) else self._decode(echoed))
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """Return a text with its log-probabilities."""
+        told = None
+        if self._asked.logprobs is not None:
+            tokens, offsets = [self._decode([one.token]) for one in piece.logprobs], []
+            for token in tokens:
+                offsets.append(self._offsets[piece.index])
+                self._offsets[piece.index] += len(token)
+            told = {
+                "tokens": tokens,
+                "token_logprobs": [one.logprob for one in piece.logprobs],
+                "top_logprobs": [{self._decode([token]): value for token, value in one.top} for one in piece.logprobs],
+                "text_offset": offsets,
+            }
+        return {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": piece.end}
+
+    def change(self, piece: Piece, first: bool = False) -> dict[str, Any]:
+        """Return what a stream tells of a piece."""
+        return self.choice(piece)
+
+    @property
+    def _usage(self) -> dict[str, int]:
+        prompt, written = self._texts.usage
+        return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
+
+
+class Chat(Completion):
+    """Answer to `POST /v1/chat/completions`."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, number: int) -> Piece:
+        """Return what comes before a text."""
+        return Piece(number)
+
+    def choice(self, piece: Piece) -> dict[str, Any]:
+        """Return a message with its log-probabilities."""
+        return self._of(piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
+
+    def change(self, piece: Piece, first: bool = False) -> dict[str, Any]:
+        """Return what a stream tells of a piece."""
+        return self._of(piece, "delta", ({"role": "assistant"} if first else {}) | {"content": piece.text})
+
+    def _of(self, piece: Piece, name: str, said: dict[str, Any]) -> dict[str, Any]:
+        told = None
+        if piece.logprobs:
+            tops = [[*map(self._token, one.top)] for one in piece.logprobs]
+            tokens = [self._token((one.token, one.logprob)) for one in piece.logprobs]
+            told = {"content": [{**one, "top_logprobs": top} for one, top in zip(tokens, tops, strict=True)]}
+        return {"index": piece.index, name: said, "logprobs": told, "finish_reason": piece.end}
+
+    def _token(self, scored: tuple[int, float]) -> dict[str, Any]:
+        text = self._decode([scored[0]])
+        return {"token": text, "logprob": scored[1], "bytes": [*text.encode()]}
+
+
+class Response:
+    """Answer to `POST /v1/responses`: one message of one part; arguments are those of `Completion`."""
+
+    def __init__(self, asked: Any, texts: Texts, model: str, tokenizer: Any) -> None:
+        self._texts, self._number = texts, -1
+        self._item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
+        self._head = {
+            **{"id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time())},
+            **{"model": model, "error": None, "tools": [], "tool_choice": "none", "parallel_tool_calls": False},
+            **asked.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p"}),
+        }
+
+    async def whole(self) -> dict[str, Any]:
+        """Wait for the text, and return the answer."""
+        whole = Piece(0)
+        async for piece in self._texts.pieces():
+            whole |= piece
+        return self._of(whole)
+
+    async def events(self) -> AsyncIterator[str]:
+        """Yield the events of one message."""
+        place = {"item_id": self._item["id"], "output_index": 0, "content_index": 0}
+        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        item = {**self._item, "status": "in_progress", "content": []}
+        yield self._told("response.created", response=begun)
+        yield self._told("response.in_progress", response=begun)
+        yield self._told("response.output_item.added", output_index=0, item=item)
+        yield self._told("response.content_part.added", **place, part=_part(""))
+        whole = Piece(0)
+        async for piece in self._texts.pieces():
+            whole |= piece
+            if piece.text:
+                yield self._told("response.output_text.delta", **place, delta=piece.text, logprobs=[])
+        answer = self._of(whole)
+        yield self._told("response.output_text.done", **place, text=whole.text, logprobs=[])
+        yield self._told("response.content_part.done", **place, part=_part(whole.text))
+        yield self._told("response.output_item.done", output_index=0, item=answer["output"][0])
+        yield self._told(f"response.{answer['status']}", response=answer)
+
+    def failed(self, refusal: Refusal) -> str:
+        """Return the event of a stream that ends with an error."""
+        return self._told("error", **{name: refusal.error[name] for name in ("message", "param", "code")})
+
+    def _told(self, kind: str, **content: Any) -> str:
+        self._number += 1
+        return f"event: {kind}\n" + _event({"type": kind, "sequence_number": self._number, **content})
+
+    def _of(self, whole: Piece) -> dict[str, Any]:
+        status, (prompt, written) = "completed" if whole.end == "stop" else "incomplete", self._texts.usage
+        details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
+        return {
+            **self._head,
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [{**self._item, "status": status, "content": [_part(whole.text)]}],
+            "usage": {"input_tokens": prompt, "output_tokens": written, "total_tokens": prompt + written, **details},
+        }
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"

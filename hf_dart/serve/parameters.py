@@ -1,0 +1,223 @@
+"""Requests of OpenAI's API as pydantic reads them: each parameter works, or is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from hf_dart.errors import LEAST_TEMPERATURE, did_you_mean
+
+_GRAMMAR = "asks for text of a grammar, which this server cannot hold a model to; leave it out"
+_ABSENT = "is not to be had here; leave it out"
+_TEXT_ALONE = "asks for more than text; leave it out"
+_STATELESS = "asks for what was said before, and this server keeps nothing; send all messages"
+# Parameters that are not to be had: why, and values that ask for nothing, as None does.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "audio": (_TEXT_ALONE,),
+    "background": (_ABSENT, False),
+    "best_of": ("chooses among texts by their probability, which this server does not; leave it out", 1),
+    "conversation": (_STATELESS,),
+    "function_call": (_GRAMMAR, "none", "auto"),
+    "functions": (_GRAMMAR, []),
+    "include": (_TEXT_ALONE, []),
+    "include_obfuscation": (_ABSENT, False),
+    "modalities": (_TEXT_ALONE, ["text"]),
+    "moderation": (_ABSENT,),
+    "prediction": ("is not needed, as drafts are found here; leave it out",),
+    "previous_response_id": (_STATELESS,),
+    "reasoning": ("is not known to chat templates; give chat_template_kwargs", {}),
+    "reasoning_effort": ("is not known to chat templates; give chat_template_kwargs",),
+    "refusal": (_TEXT_ALONE,),
+    "response_format": (_GRAMMAR, {"type": "text"}),
+    "store": ("asks to keep the answer, and this server keeps nothing; give false", False),
+    "suffix": ("asks for text in the middle of another, which is not written here; leave it out", ""),
+    "text": (_GRAMMAR, {}, {"format": {"type": "text"}}),
+    "tool_calls": (_GRAMMAR, []),
+    "tool_choice": (_GRAMMAR, "none", "auto"),
+    "tools": (_GRAMMAR, []),
+    "truncation": ("would drop text; shorten the messages", "disabled"),
+    "verbosity": ("is not known to models; say it in a message",),
+    "web_search_options": (_TEXT_ALONE,),
+}
+# Parameters that change no text.
+_NOTES = frozenset(("metadata", "safety_identifier", "service_tier", "user", "prompt_cache_key"))
+_NOTES |= {"max_tool_calls", "parallel_tool_calls", "prompt_cache_retention"}
+
+
+def _wrong(message: str, name: str = "") -> PydanticCustomError:
+    return PydanticCustomError("refused", "{message}", {"message": message, "name": name})
+
+
+class _Read(BaseModel):
+    """Fields that were given, each known; `notes` are those that change no text."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    notes: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name in given.keys() - cls.model_fields.keys() - cls.notes:
+            if name not in _REFUSED:
+                remedy = did_you_mean(name[:100], cls.model_fields, "leave it out.")
+                raise _wrong(f"There is no parameter {name!r:.100}; {remedy}", name[:100])
+            why, *nothing = _REFUSED[name]
+            if given[name] is not None and given[name] not in nothing:
+                raise _wrong(f"{name} {why}.", name)
+        return {name: value for name, value in given.items() if name in cls.model_fields}
+
+
+def _text_of(content: Any) -> str:
+    """Return the text of a message: a string, or a list of parts that are text."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
+        if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
+            raise _wrong("has more than text; send text, or a list of parts of the type text")
+    return "".join(part["text"] for part in parts)
+
+
+def _prompts_of(prompt: Any) -> list[str | list[int]]:
+    """Return a text, token ids, or a list of either, as a list."""
+    prompts = [prompt] if _is_prompt(prompt) else prompt
+    if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
+        raise _wrong("is neither text nor token ids, nor a list of either; give one of them")
+    return prompts
+
+
+def _is_prompt(value: Any) -> bool:
+    ids = isinstance(value, list) and len(value) > 0 and all(type(one) is int for one in value)
+    return ids or isinstance(value, str)
+
+
+def _stops_of(stop: Any) -> list[str]:
+    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    if len(stops) > 4 or not all(isinstance(one, str) and 0 < len(one) <= 256 for one in stops):
+        raise _wrong("is neither a text of 1 to 256 characters nor a list of up to 4; give one of them")
+    return stops
+
+
+def _biases_of(biases: dict[str, float]) -> dict[int, float]:
+    for token, bias in biases.items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10 and -100 <= bias <= 100):
+            raise _wrong("takes token ids, each with a number from -100 to 100; leave others out")
+    return {int(token): bias for token, bias in biases.items()}
+
+
+def _temperature_of(value: float) -> float:
+    if 0 < value < LEAST_TEMPERATURE:
+        raise _wrong(f"is {value:g}; give 0, or {LEAST_TEMPERATURE:g} or more")
+    return value
+
+
+class _StreamOptions(_Read):
+    include_usage: bool = False
+
+
+class _Message(_Read):
+    notes = frozenset(["type", "id", "status", "phase", "annotations"])  # of an answer that is handed back
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[Any, AfterValidator(_text_of)]
+    name: str | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """Return what chat templates read."""
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content} | ({"name": self.name} if self.name else {})
+
+
+_Messages = Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=10_000)]
+
+
+class Asked(_Read):
+    """What all three routes take; names that OpenAI does not have are vLLM's."""
+
+    notes = _NOTES
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0), AfterValidator(_temperature_of)] | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[str, float], AfterValidator(_biases_of)] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(1, ge=1, le=128)
+    stop: Annotated[Any, AfterValidator(_stops_of)] = []
+    stream: bool | None = False
+    stream_options: _StreamOptions | None = None
+
+    @property
+    def most(self) -> int | None:
+        """New tokens at most; None for as many as the model takes."""
+        raise NotImplementedError
+
+    @property
+    def top(self) -> int | None:
+        """How many log-probabilities are asked for beside that of each token; None: not even that."""
+        return None
+
+    def sampling(self, samples: bool) -> dict[str, Any]:
+        """Return options of `generate`; `samples` says if a call without options samples."""
+        options: dict[str, Any] = {}
+        if self.repetition_penalty is not None:
+            options["repetition_penalty"] = self.repetition_penalty
+        if self.logit_bias:
+            options["sequence_bias"] = [[[token], bias] for token, bias in self.logit_bias.items()]
+        drawing = self.model_dump(include={"temperature", "top_p", "top_k", "min_p"}, exclude_none=True)
+        if self.temperature == 0 or not (samples or drawing):
+            return {**options, "do_sample": False}
+        return {**options, **drawing, "do_sample": True}
+
+
+class CompletionAsked(Asked):
+    """Body of `POST /v1/completions`."""
+
+    prompt: Annotated[Any, AfterValidator(_prompts_of)]
+    max_tokens: int | None = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool | None = False
+    most = property(lambda self: self.max_tokens)
+    top = property(lambda self: self.logprobs)
+
+
+class ChatAsked(Asked):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: _Messages
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    most = property(lambda self: self.max_completion_tokens or self.max_tokens)
+    top = property(lambda self: (self.top_logprobs or 0) if self.logprobs else None)
+    turns = property(lambda self: [one.for_template() for one in self.messages])
+
+
+def _messages_of(given: Any) -> Any:
+    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+
+class ResponseAsked(Asked):
+    """Body of `POST /v1/responses`."""
+
+    input: Annotated[_Messages, BeforeValidator(_messages_of)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    n: Literal[1] | None = 1
+    top_logprobs: Literal[0] | None = None
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    most = property(lambda self: self.max_output_tokens)
+
+    @property
+    def turns(self) -> list[dict[str, str]]:
+        """The messages, as chat templates read them."""
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        return [*first, *(one.for_template() for one in self.input)]

@@ -1,0 +1,32 @@
+"""`Refusal`: an error that is sent as OpenAI's error object."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+
+
+class Refusal(HTTPException):
+    """A request that is not answered: a sentence, the parameter that it is about, and a status of HTTP."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, **headers: str) -> None:
+        super().__init__(status, message, headers)
+        self.error = {
+            "message": message,
+            "type": _KINDS.get(status, "invalid_request_error"),
+            "param": param,
+            "code": "model_not_found" if param == "model" else None,
+        }
+
+    def response(self) -> JSONResponse:
+        """Return the answer that tells it."""
+        return JSONResponse(self.content, self.status_code, self.headers)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Body of that answer."""
+        return {"error": self.error}

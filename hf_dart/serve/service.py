@@ -1,0 +1,153 @@
+"""`Service`: one drafted model for many requests, and what it tells of them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from hf_dart.errors import sentence
+from hf_dart.serve.batcher import MAX_TOKENS, Batcher
+from hf_dart.serve.metrics import Metrics
+from hf_dart.serve.parameters import Asked, CompletionAsked
+from hf_dart.serve.refusal import Refusal
+
+_UNASKED = 1024
+"""New tokens at most, where the request does not say."""
+_OWN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of what requests may ask for.
+
+    Attributes:
+        length: tokens of a prompt and its text together.
+        seats: texts that are written at a time.
+        tokens: that they may hold together (`Batcher`).
+        waiting: texts that may wait for a seat.
+        body: bytes of a request.
+        seconds: until it is answered.
+    """
+
+    length: int
+    seats: int = 8
+    tokens: int = MAX_TOKENS
+    waiting: int = 64
+    body: int = 2**22
+    seconds: float = 600.0
+
+
+class Service:
+    """A model, its tokenizer and the batcher that writes.
+
+    Args:
+        model, tokenizer, drafter: the pair.
+        names: by which requests may name the model; the first is the one it is listed by.
+        limits: of requests.
+
+    Attributes:
+        taken: texts that are being written or wait.
+        ends: tokens that end a text.
+        reader: thread that reads prompts, one at a time.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, drafter: Any, names: Sequence[str], limits: Limits) -> None:
+        self.tokenizer, self.names, self.limits, self.taken = tokenizer, [*names], limits, 0
+        self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.tokens)
+        self.metrics = Metrics(self.names[0])
+        self.metrics.watch("num_requests_running", lambda: self.running)
+        self.metrics.watch("num_requests_waiting", lambda: self.taken - self.running)
+        self.metrics.watch("num_seats", lambda: limits.seats)
+        self.reader = ThreadPoolExecutor(1)
+        ends = model.generation_config.eos_token_id
+        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self._samples = bool(model.generation_config.do_sample)
+        self._vocabulary = len(model.get_input_embeddings().weight)
+
+    @property
+    def running(self) -> int:
+        """Number of texts that are being written."""
+        return min(self.taken, self.limits.seats)
+
+    def close(self) -> None:
+        """End all calls."""
+        self.reader.shutdown(wait=False)
+        self.batcher.close(cancel=True)
+
+    def refuse_if_full(self, more: int = 1) -> None:
+        """Raise a `Refusal` if so many more texts find no place."""
+        room = self.limits.seats + self.limits.waiting
+        if more > room:
+            raise Refusal(f"{more} texts are asked for at once; ask for {room} at most.", "n")
+        if self.taken + more > room:
+            message = f"{self.taken} texts are written or wait, as many as may be; try again in a second."
+            raise Refusal(message, status=429, **{"Retry-After": "1"})
+
+    def check_name(self, name: str | None) -> None:
+        """Raise a `Refusal` for the name of another model."""
+        if name is not None and name not in self.names:
+            message = f"There is no model {name!r:.200} here; leave it out, or name {self.names[0]!r}."
+            raise Refusal(message, "model", 404)
+
+    def read(self, asked: Asked) -> tuple[list[list[int]], list[dict[str, Any]]]:
+        """Read what was asked for.
+
+        Returns:
+            Of each prompt its token ids, and options of `generate`.
+
+        Raises:
+            Refusal: it cannot be had.
+        """
+        self.check_name(asked.model)
+        for token in asked.logit_bias or ():
+            if int(token) >= self._vocabulary:
+                raise Refusal(f"logit_bias names token {token}; give ids below {self._vocabulary}.", "logit_bias")
+        if isinstance(asked, CompletionAsked):
+            prompts = [self._ids(one) for one in asked.prompt]
+        else:
+            prompts = [self._talk(asked)]
+        options = asked.sampling(self._samples)
+        return prompts, [{**options, "max_new_tokens": self._most(len(ids), asked.most)} for ids in prompts]
+
+    def _ids(self, prompt: str | list[int], **options: Any) -> list[int]:
+        """Return the token ids of a prompt."""
+        try:
+            ids = self.tokenizer(prompt, **options)["input_ids"] if isinstance(prompt, str) else prompt
+        except (TypeError, ValueError) as error:
+            raise Refusal("The prompt has half a character (a lone surrogate); give whole ones.", "prompt") from error
+        if not ids:
+            raise Refusal("The prompt is empty; give some text.", "prompt")
+        if not all(0 <= one < self._vocabulary for one in ids):
+            raise Refusal(f"The prompt has ids that are no tokens; give some below {self._vocabulary}.", "prompt")
+        return ids
+
+    def _talk(self, asked: Any) -> list[int]:
+        """Return messages in the model's chat template, as token ids."""
+        flags = asked.chat_template_kwargs or {}
+        if not self.tokenizer.chat_template:
+            raise Refusal("The model has no chat template; start the server with --chat-template FILE.", "messages")
+        if own := _OWN & flags.keys():
+            raise Refusal(f"{min(own)} is nothing that a template reads; leave it out.", "chat_template_kwargs")
+        try:  # a template is a program
+            text = self.tokenizer.apply_chat_template(asked.turns, tokenize=False, add_generation_prompt=True, **flags)
+        except Exception as error:
+            raise Refusal(f"The chat template does not take these messages: {sentence(error)}", "messages") from error
+        return self._ids(text, add_special_tokens=False)
+
+    def _most(self, prompt: int, most: int | None) -> int:
+        """Return how many tokens are written at most after a prompt of so many, if `most` were asked for."""
+        length = self.limits.length
+        if prompt + (most or 1) > length:
+            message = f"The model takes {length} tokens, and {prompt} of the prompt and {most or 1} new ones are more"
+            raise Refusal(f"{message}; ask for fewer.", "prompt")
+        return most or min(length - prompt, _UNASKED)
+
+
+def length_of(model: Any, most: int) -> int:
+    """Return how many tokens a model was made for, or `most` if these are fewer, or its config does not say."""
+    return min(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", most), most)

@@ -1,0 +1,188 @@
+"""`Texts`: the texts of one request as they are written, from the batcher's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from functools import partial
+from time import perf_counter
+from typing import Any
+
+import torch
+from starlette.requests import Request
+
+from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
+from hf_dart.errors import sentence
+from hf_dart.serve.detokenizer import Detokenizer
+from hf_dart.serve.logprobs import Logprobs, TokenLogprob
+from hf_dart.serve.parameters import Asked
+from hf_dart.serve.refusal import Refusal
+from hf_dart.serve.service import Service
+
+
+class ClientGoneError(Exception):
+    """The client of a request has left."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What has been added to one text: characters, log-probabilities of tokens, and "stop" or "length" at its end."""
+
+    index: int
+    text: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    end: str | None = None
+
+    def __or__(self, more: Piece) -> Piece:
+        """Return this piece and one that follows as one."""
+        return Piece(self.index, self.text + more.text, self.logprobs + more.logprobs, more.end or self.end)
+
+
+class _Text:
+    """One text: its call, and how far it has come."""
+
+    def __init__(self, service: Service, asked: Asked, ids: list[int], seed: int, options: dict[str, Any]) -> None:
+        penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
+        if any(penalties):
+            options = {**options, "logits_processor": [AdditivePenaltyLogitsProcessor(len(ids), *penalties)]}
+        self._logprobs = None if asked.top is None else Logprobs(asked.top)
+        self._detokenizer = Detokenizer(service.tokenizer, asked.stop)
+        self._service, self.tokens, self.end, self._last = service, 0, "", "length"
+        given = torch.tensor([ids], device=service.batcher.device)
+        observers = () if self._logprobs is None else (self._logprobs,)
+        mask = torch.ones_like(given)
+        self.handle = service.batcher.submit(given, attention_mask=mask, seed=seed, observers=observers, **options)
+
+    def piece(self, index: int) -> Piece:
+        """Return what is new; raises what ended the call, if that is an error."""
+        if self.end:
+            return Piece(index)
+        done, first, text = self.handle.done(), self.tokens, ""
+        for token in self.handle.tokens[first:]:
+            self.tokens += 1
+            self._service.metrics.token()
+            if token in self._service.ends:
+                self._last = "stop"
+            else:
+                text += self._detokenizer.add(token)
+            if self._detokenizer.stopped:
+                self.end = "stop"
+                self.handle.cancel()
+                break
+        if done and not self.end:
+            self.handle.result()
+            self.end = self._last
+        if self.end:
+            text += self._detokenizer.end()
+        told = () if self._logprobs is None else tuple(self._logprobs.kept[first : self.tokens])
+        return Piece(index, text, told, self.end or None)
+
+
+class Texts:
+    """Texts of one request: `begin`, then `pieces`, then `close`, whatever happens.
+
+    Args:
+        service: what writes them.
+        asked: what was asked for.
+        prompts, options: of each prompt, as `Service.read` has read them.
+        request: of HTTP, whose body has been read.
+    """
+
+    def __init__(
+        self, service: Service, asked: Asked, prompts: list[Any], options: list[Any], request: Request
+    ) -> None:
+        self._service, self._asked, self._request = service, asked, request
+        self._prompts, self._options, self._texts = prompts, options, list[_Text]()
+        self.size = len(prompts) * (asked.n or 1)
+        service.refuse_if_full(self.size)
+        service.taken += self.size
+        self._seed = secrets.randbits(31) if asked.seed is None else asked.seed
+        self._begun, self._news = perf_counter(), asyncio.Event()
+        self._first: float | None = None
+        self._failure: Exception | None = None
+        loop, seconds = asyncio.get_running_loop(), service.limits.seconds
+        late = Refusal(f"The answer took more than {seconds:g} s; ask for fewer tokens.", status=504)
+        self._deadline = loop.call_later(seconds, self._stop, late)
+        self._watcher = loop.create_task(self._watch())
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        """Numbers of tokens of the prompts, and of the texts so far."""
+        return sum(map(len, self._prompts)), sum(text.tokens for text in self._texts)
+
+    async def begin(self) -> None:
+        """Hand the texts to the batcher, and wait until one of them has a token.
+
+        Raises:
+            Refusal: they cannot be written.
+            ClientGoneError: the client has left.
+        """
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._service.reader, self._submit, loop)
+        while not any(text.handle.tokens or text.handle.done() for text in self._texts):
+            await self._wait()
+        self._first = perf_counter() - self._begun
+        self._news.set()
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield the texts as they grow; errors are those of `begin`."""
+        while not all(text.end for text in self._texts):
+            await self._wait()
+            for number, text in enumerate(self._texts):
+                try:
+                    piece = text.piece(number)
+                except ValueError as error:
+                    raise Refusal(sentence(error)) from error
+                except CancelledError as error:
+                    raise Refusal("The server stops; ask again when it is back.", status=503) from error
+                if piece != Piece(number):
+                    yield piece
+
+    async def _wait(self) -> None:
+        """Wait for news of a text, or of the end of all."""
+        await self._news.wait()
+        self._news.clear()
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        """End what still runs, free the places, and note what became of the request; once."""
+        self._watcher.cancel()
+        self._deadline.cancel()
+        service, prompt_tokens, tokens = self._service, *self.usage
+        service.taken -= self.size
+        ends = [text.end or "abort" for text in self._texts]
+        service.metrics.ended(prompt_tokens, self._first, perf_counter() - self._begun, ends)
+        for text in self._texts:
+            text.handle.cancel()
+            if text.handle.stats is not None:
+                service.metrics.drafted(text.handle.stats)
+        first = "" if self._first is None else f", the first after {self._first:.3f} s"
+        note = f"{prompt_tokens} + {tokens} tokens{first}, {'/'.join(sorted(set(ends)))}, seed {self._seed}"
+        self._request.state.note = note
+
+    def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Hand all texts to the batcher; those after the first of a prompt have the seeds after its."""
+        try:
+            for ids, options in zip(self._prompts, self._options, strict=True):
+                for count in range(self._asked.n or 1):
+                    text = _Text(self._service, self._asked, ids, self._seed + count, options)
+                    self._texts.append(text)
+                    text.handle.add_news_callback(partial(loop.call_soon_threadsafe, self._news.set))
+        except (TypeError, ValueError) as error:
+            raise Refusal(sentence(error)) from error
+
+    async def _watch(self) -> None:
+        """Stop when the client leaves."""
+        while (await self._request.receive())["type"] != "http.disconnect":
+            pass
+        self._stop(ClientGoneError())
+
+    def _stop(self, why: Exception) -> None:
+        self._failure = why
+        self._news.set()
+        for text in self._texts:
+            text.handle.cancel()

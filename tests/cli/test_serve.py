@@ -1,0 +1,64 @@
+"""`hf-dart serve` as a process: names, keys and templates from its command line, and its end."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hf_dart.cli import main
+from hf_dart.hub.loading import PACKAGED_TARGET
+
+openai = pytest.importorskip("openai")
+for _name in ("fastapi", "prometheus_client", "uvicorn"):
+    pytest.importorskip(_name)
+
+LONG = {"prompt": "import os\n", "max_tokens": 120, "temperature": 1, "seed": 1, "logit_bias": {"0": -100}}
+
+
+@contextmanager
+def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process, and where it answers."""
+    words = [sys.executable, "-m", "hf_dart.cli", "serve", "--port", "0", "--threads", "1", *options]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if found := re.search(r"running on (http://\S+)", line):
+                break
+        yield process, f"{found[1]}/v1"  # type: ignore[index]
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_sigterm_lets_what_runs_be_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DART_API_KEY", "of the environment")
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    options = ("--target", str(PACKAGED_TARGET), "--chat-template", str(template), "--seats", "1", "--dtype", "float32")
+    with command(*options) as (process, address), openai.OpenAI(base_url=address, api_key="wrong") as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+        client.api_key = "of the environment"
+        messages = [{"role": "user", "content": "import os"}]
+        for name in (str(PACKAGED_TARGET), PACKAGED_TARGET.name, client.models.list().data[0].id):
+            answer = client.chat.completions.create(model=name, messages=messages, max_tokens=3)
+            assert answer.usage.prompt_tokens == 2
+        stream = client.completions.create(model=name, **LONG, stream=True)
+        parts = [next(stream)]
+        process.send_signal(signal.SIGTERM)
+        parts += stream
+        assert parts[-1].choices[0].finish_reason == "length"
+        assert process.wait(20) in (0, -signal.SIGTERM)
+
+
+def test_a_template_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--chat-template", "nowhere.jinja"]) == 2
+    assert "Cannot read the chat template 'nowhere.jinja'" in capsys.readouterr().err

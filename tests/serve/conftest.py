@@ -1,0 +1,8 @@
+"""Tests of the server need what `hf-dart[test]` installs; without it those of the batcher run alone."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+_NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn")
+collect_ignore = [] if all(map(find_spec, _NEEDED)) else ["test_app.py", "test_load.py", "test_parameters.py"]

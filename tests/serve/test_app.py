@@ -1,0 +1,442 @@
+"""A server asked by the `openai` client: each text is what stock `generate` writes alone, whatever runs beside it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+import torch
+from support.serving import ask, served
+from support.tiny import VOCABULARY, tiny_head, tiny_target
+from support.users import TOKENIZER
+from transformers import LogitsProcessorList
+
+from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
+from hf_dart.serve.service import Limits, Service
+
+NAME = "tiny"
+LIMITS = Limits(length=200, seats=3, waiting=20, body=20_000, tokens=600)
+PROMPT = "abcDEF"
+TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    target = tiny_target("llama")
+    target.generation_config.eos_token_id, target.generation_config.pad_token_id = 3, 0
+    return target
+
+
+@pytest.fixture(scope="module")
+def service(target: Any) -> Service:
+    TOKENIZER.chat_template = TEMPLATE
+    return Service(target, TOKENIZER, tiny_head(target), [NAME, "other/name"], LIMITS)
+
+
+@pytest.fixture(scope="module")
+def address(service: Service) -> Iterator[str]:
+    with served(service) as address:
+        yield address
+    TOKENIZER.chat_template = None
+
+
+@pytest.fixture(scope="module")
+def client(address: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def stock(target: Any, prompt: str, seed: int = 0, **options: Any) -> tuple[str, str]:
+    """What the target writes alone, and how that ends."""
+    ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
+    torch.manual_seed(seed)
+    written = type(target).generate(target, ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+    ended = int(written[-1]) == 3
+    return TOKENIZER.decode(written[: len(written) - ended], skip_special_tokens=True), "stop" if ended else "length"
+
+
+CALLS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # of the client, and of stock
+    ({"temperature": 0}, {"do_sample": False}),
+    ({}, {"do_sample": False}),
+    ({"temperature": 1}, {"do_sample": True}),
+    ({"temperature": 0.6, "top_p": 0.8}, {"do_sample": True, "temperature": 0.6, "top_p": 0.8}),
+    ({"top_p": 0.9}, {"do_sample": True, "top_p": 0.9}),
+    ({"temperature": 1, "extra_body": {"top_k": 4, "min_p": 0.01, "repetition_penalty": 1.2}},
+     {"do_sample": True, "top_k": 4, "min_p": 0.01, "repetition_penalty": 1.2}),
+    ({"temperature": 1, "logit_bias": {"7": 5, "9": -100}},
+     {"do_sample": True, "sequence_bias": [[[7], 5.0], [[9], -100.0]]}),
+    ({"temperature": 1, "presence_penalty": 1.5, "frequency_penalty": 0.5}, {"do_sample": True}),
+]  # fmt: skip
+
+
+def stocks(target: Any, number: int, seed: int, tokens: int) -> tuple[str, str]:
+    given, options = CALLS[number]
+    if "presence_penalty" in given:
+        penalty = AdditivePenaltyLogitsProcessor(len(PROMPT), given["presence_penalty"], given["frequency_penalty"])
+        options = {**options, "logits_processor": LogitsProcessorList([penalty])}
+    return stock(target, PROMPT, seed, max_new_tokens=tokens, **options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_texts_under_load_are_those_of_stock(target: Any, service: Service, client: Any, stream: bool) -> None:
+    """All at once, three seats for eight calls of two texts: greedy and sampled, each as alone."""
+
+    def ask(number: int) -> list[tuple[str, str]]:
+        given = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "n": 2, "seed": number, **CALLS[number][0]}
+        answer = client.completions.create(**given, stream=stream)
+        texts, ends = ["", ""], ["", ""]
+        for part in answer if stream else [answer]:
+            for choice in part.choices:
+                texts[choice.index] += choice.text
+                ends[choice.index] = choice.finish_reason or ends[choice.index]
+        return list(zip(texts, ends, strict=True))
+
+    drafted = read(service, "spec_decode_num_accepted_tokens_total")
+    with ThreadPoolExecutor(len(CALLS)) as pool:
+        answers = list(pool.map(ask, range(len(CALLS))))
+    for number, answer in enumerate(answers):
+        assert answer == [stocks(target, number, seed, 40) for seed in (number, number + 1)]
+    assert {end for answer in answers for _, end in answer} == {"stop", "length"}
+    rounds = read(service, "spec_decode_num_drafts_total")
+    assert read(service, "spec_decode_num_accepted_tokens_total") > drafted + 0.05 * rounds
+
+
+def read(service: Service, name: str) -> float:
+    lines = service.metrics.text().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
+
+
+def wait_for(condition: Any) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# ---- the routes ----------------------------------------------------------------------------------------------
+
+
+def test_models(client: Any) -> None:
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve("other/name").id == NAME
+    with pytest.raises(openai.NotFoundError, match="no model 'tinny' here; leave it out, or name 'tiny'"):
+        client.models.retrieve("tinny")
+
+
+def test_names_of_the_model(address: str, client: Any) -> None:
+    """Any of its names, and none at all."""
+    given = {"prompt": PROMPT, "max_tokens": 3}
+    bare = json.loads(ask(address, "/v1/completions", given)[1])
+    texts = [client.completions.create(model=name, **given).choices[0].text for name in (NAME, "other/name")]
+    assert texts == [bare["choices"][0]["text"]] * 2
+    with pytest.raises(openai.NotFoundError) as refused:
+        client.completions.create(model="other/model", **given)
+    assert refused.value.body["code"] == "model_not_found"
+
+
+def test_several_prompts(target: Any, client: Any) -> None:
+    """Texts and token ids, each text in the place of its prompt and number, after an echo."""
+    prompts = ["abc", "Hello"]
+    ids = [TOKENIZER(prompt)["input_ids"] for prompt in prompts]
+    given = {"model": NAME, "max_tokens": 8, "n": 2, "seed": 4, "temperature": 1, "echo": True}
+    for asked in (prompts, ids):
+        answer = client.completions.create(prompt=asked, **given)
+        texts = [stock(target, one, seed, do_sample=True, max_new_tokens=8) for one in prompts for seed in (4, 5)]
+        echoed = [prompt + text for prompt, (text, _) in zip(["abc", "abc", "Hello", "Hello"], texts, strict=True)]
+        assert [choice.text for choice in answer.choices] == echoed
+        parts = client.completions.create(prompt=asked, **given, stream=True, stream_options={"include_usage": True})
+        streamed = [""] * 4
+        for part in parts:
+            for choice in part.choices:
+                streamed[choice.index] += choice.text
+        assert streamed == echoed
+        assert answer.usage == part.usage
+        assert part.usage.prompt_tokens == 8
+
+
+def test_stop_strings(target: Any, service: Service, client: Any) -> None:
+    """Texts end before the first of them, also where it spans tokens; the call ends with it."""
+    text, _ = stock(target, PROMPT, 5, do_sample=True, max_new_tokens=60)
+    stop, other = text[20:23], text[30:31]
+    cut = min(text.index(stop), text.index(other))
+    given = {"model": NAME, "prompt": PROMPT, "max_tokens": 60, "seed": 5, "temperature": 1, "stop": [stop, other]}
+    answer = client.completions.create(**given)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text[:cut], "stop")
+    assert answer.usage.completion_tokens < 35
+    parts = [part.choices[0] for part in client.completions.create(**given, stream=True)]
+    assert "".join(part.text for part in parts) == text[:cut]
+    assert parts[-1].finish_reason == "stop"
+    wait_for(lambda: service.batcher.running == 0)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_log_probabilities(target: Any, client: Any, sampled: bool) -> None:
+    """Those of the target's plain forward, of completions and of chat, streamed and not."""
+    given = {"model": NAME, "temperature": 1.3 if sampled else 0, "seed": 2, "max_tokens": 12}
+    answer = client.completions.create(prompt=PROMPT, logprobs=3, **given).choices[0]
+    told = answer.logprobs
+    assert "".join(told.tokens) == answer.text
+    assert told.text_offset == list(range(12))
+    ids = torch.tensor([TOKENIZER(PROMPT + answer.text)["input_ids"]])
+    with torch.no_grad():
+        expected = target(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+    torch.testing.assert_close(
+        torch.tensor(told.token_logprobs, dtype=expected.dtype),
+        expected.gather(1, ids[0, len(PROMPT) :, None])[:, 0],
+        atol=1e-5,
+        rtol=1e-5,
+    )
+    for top, scores in zip(told.top_logprobs, expected, strict=True):
+        assert list(top) == [TOKENIZER.decode([token]) for token in scores.topk(3).indices.tolist()]
+    messages = [{"role": "user", "content": "abc"}]
+    said = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **given).choices[0]
+    parts = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **given, stream=True)
+    streamed = [one for part in parts for choice in part.choices for one in (choice.logprobs or said.logprobs).content]
+    entries = said.logprobs.content
+    assert "".join(one.token for one in entries) == said.message.content
+    assert [len(one.top_logprobs) for one in entries] == [2] * 12
+    assert [one for one in streamed if one not in entries] == []
+
+
+def test_chat(target: Any, client: Any) -> None:
+    messages = [
+        {"role": "developer", "content": "ab"},
+        {"role": "user", "content": [{"type": "text", "text": "c"}, {"type": "text", "text": "d"}]},
+    ]
+    text, end = stock(target, "sabucdA", 6, do_sample=True, max_new_tokens=30)
+    given = {"model": NAME, "messages": messages, "max_completion_tokens": 30, "seed": 6, "temperature": 1}
+    answer = client.chat.completions.create(**given)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (text, end)
+    assert (answer.usage.prompt_tokens, answer.usage.total_tokens) == (7, 7 + answer.usage.completion_tokens)
+    *parts, last = client.chat.completions.create(**given, stream=True, stream_options={"include_usage": True})
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+    assert parts[0].choices[0].delta.role == "assistant"
+    assert parts[-1].choices[0].finish_reason == end
+    assert (last.choices, last.usage) == ([], answer.usage)
+    assert all(part.usage is None for part in parts)
+    again = [*messages, answer.choices[0].message.model_dump(), {"role": "user", "content": "e"}]
+    answer = client.chat.completions.create(**{**given, "messages": again})
+    assert answer.usage.prompt_tokens == len("sabucda" + text + "ueA")
+
+
+def test_responses(target: Any, client: Any) -> None:
+    text, _ = stock(target, "sabucdA", do_sample=False, max_new_tokens=20)
+    given = {"model": NAME, "instructions": "ab", "input": "cd", "max_output_tokens": 20, "temperature": 0}
+    answer = client.responses.create(**given)
+    assert answer.output_text == text
+    assert answer.usage.input_tokens == 7
+    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    *events, last = client.responses.create(**given, stream=True)
+    assert [event.sequence_number for event in [*events, last]] == list(range(len(events) + 1))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert (last.type, last.response.output_text) == ("response.incomplete", text)
+    with client.responses.stream(**given, extra_body={"stop": text[9:11]}) as stream:  # put together from the events
+        assert stream.get_final_response().output_text == text[: text.index(text[9:11])]
+    turns = [{"role": "user", "content": "cd"}, answer.output[0].model_dump(), {"role": "user", "content": "e"}]
+    assert client.responses.create(**{**given, "input": turns}).usage.input_tokens == len("sabucda" + text + "ueA")
+
+
+# ---- refusals and bounds -------------------------------------------------------------------------------------
+
+
+def refused(address: str, path: str, body: Any) -> tuple[int, dict[str, Any], Any]:
+    status, text, headers = ask(address, f"/v1/{path}", body)
+    return status, json.loads(text)["error"], headers
+
+
+BODIES = [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 9000, b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", b'"x"']
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("path", ["completions", "chat/completions", "responses"])
+def test_bodies_that_are_none(address: str, path: str, body: bytes) -> None:
+    status, error, _ = refused(address, path, body)
+    assert status == 400
+    assert error.keys() == {"message", "type", "param", "code"}
+
+
+def test_what_the_model_refuses(address: str) -> None:
+    asked = {
+        "prompt": [
+            ({"prompt": ""}, "The prompt is empty"),
+            ({"prompt": "x" * 300}, "The model takes 200 tokens, and 300 of the prompt and 16 new ones are more"),
+            ({"prompt": "x", "max_tokens": 200}, "The model takes 200 tokens, and 1 of the prompt and 200 new ones"),
+            ({"prompt": [1, VOCABULARY]}, f"has ids that are no tokens; give some below {VOCABULARY}"),
+            ({"prompt": "\ud800"}, "half a character"),
+        ],
+        "logit_bias": [({"prompt": "x", "logit_bias": {"999": 1}}, f"names token 999; give ids below {VOCABULARY}")],
+        "n": [({"prompt": "x", "n": 50}, "50 texts are asked for at once; ask for 23 at most")],
+    }
+    for param, cases in asked.items():
+        for body, message in cases:
+            status, error, _ = refused(address, "completions", body)
+            assert (status, error["param"]) == (400, param)
+            assert message in error["message"]
+
+
+def test_chat_that_no_template_takes(address: str) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}]}
+    TOKENIZER.chat_template = "{{ raise_exception('No user may speak here.') }}"
+    try:
+        status, error, _ = refused(address, "chat/completions", asked)
+        assert (status, error["message"].split(": ")[1]) == (400, "No user may speak here.")
+        TOKENIZER.chat_template = None
+        for path, body in (("chat/completions", asked), ("responses", {"input": "x"})):
+            status, error, _ = refused(address, path, body)
+            assert status == 400
+            assert "has no chat template; start the server with --chat-template FILE" in error["message"]
+    finally:
+        TOKENIZER.chat_template = TEMPLATE
+    flags = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+    assert "nothing that a template reads" in refused(address, "chat/completions", asked | flags)[1]["message"]
+
+
+def test_bodies_that_are_too_large(address: str) -> None:
+    for content in (b" " * 30_000, iter([b" " * 6_000] * 5)):  # with a length, and in chunks
+        status, error, _ = refused(address, "completions", content)
+        assert (status, error["message"]) == (413, "The request has more than 20000 bytes; send less.")
+
+
+def test_routes_that_are_none(address: str) -> None:
+    for method, path, status in (("POST", "load_model", 404), ("POST", "reset", 404), ("GET", "v1/completions", 405)):
+        found, answer, _ = ask(address, f"/{path}", method=method)
+        assert (found, json.loads(answer).keys()) == (status, {"error"})
+
+
+def test_more_than_may_wait(service: Service, address: str, client: Any) -> None:
+    long = {"model": NAME, "prompt": PROMPT, "max_tokens": 150, "temperature": 0, "logit_bias": {"3": -100}}
+    with client.completions.create(**long, n=23, stream=True):
+        status, error, headers = refused(address, "completions", {"prompt": "x"})
+        assert (status, headers["Retry-After"], error["type"]) == (429, "1", "rate_limit_error")
+        assert "23 texts are written or wait" in error["message"]
+    wait_for(lambda: service.taken == 0)
+
+
+# ---- clients that leave, and the end -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_seat_within_a_round(
+    target: Any, service: Service, client: Any, stream: bool
+) -> None:
+    """Its call ends where it is; the others have the text that they have alone."""
+    rounds, waits, goes_on = [0], threading.Event(), threading.Event()
+    run = service.batcher._round
+
+    def held() -> None:
+        rounds[0] += 1
+        if rounds[0] == 3:
+            waits.set()
+            assert goes_on.wait(20)
+        run()
+
+    service.batcher._round = held
+    body = {"prompt": PROMPT, "temperature": 0, "logit_bias": {"3": -100}, "max_tokens": 190, "stream": stream}
+    content = json.dumps(body).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+    try:
+        with socket.create_connection(("127.0.0.1", client.base_url.port)) as leaves:
+            leaves.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
+            assert waits.wait(20)
+            (handle,) = (one.handle for one in service.batcher._running)
+        wait_for(handle.cancelled)
+        goes_on.set()
+        wait_for(lambda: service.batcher.running == 0)
+        assert rounds[0] == 3
+        assert len(handle.tokens) < 40
+    finally:
+        service.batcher._round = run
+    answer = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, max_tokens=9)
+    assert answer.choices[0].text == stock(target, PROMPT, do_sample=False, max_new_tokens=9)[0]
+
+
+def test_an_answer_that_takes_too_long(target: Any) -> None:
+    limits = Limits(length=200, seconds=0.2)
+    service = Service(target, TOKENIZER, tiny_head(target), [NAME], limits)
+    run = service.batcher._round
+
+    def slow() -> None:
+        time.sleep(0.02)
+        run()
+
+    service.batcher._round = slow
+    asked = {"prompt": PROMPT, "max_tokens": 190, "logit_bias": {"3": -100}, "temperature": 1}
+    with served(service) as address:
+        status, error, _ = refused(address, "completions", asked)
+        assert (status, error["message"]) == (504, "The answer took more than 0.2 s; ask for fewer tokens.")
+        _, answer, _ = ask(address, "/v1/completions", {**asked, "stream": True})
+        assert answer.splitlines()[-2].startswith('data: {"error": {"message": "The answer took more than 0.2 s')
+
+
+def test_calls_that_fail_on_the_way(target: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The client is told, whole or as an event, and nothing else."""
+    service = Service(target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
+
+    def fails() -> None:
+        raise MemoryError("with what no client should see")
+
+    service.batcher._seats.round = fails
+    with served(service) as address:
+        status, error, _ = refused(address, "completions", {"prompt": PROMPT})
+        assert (status, error["message"]) == (500, "The server failed; its log says why.")
+        service.batcher._seats.round = fails
+        _, answer, _ = ask(address, "/v1/completions", {"prompt": PROMPT, "stream": True})
+        assert "no client" not in answer
+        assert '"The server failed; its log says why."' in answer
+    assert "with what no client should see" in caplog.text
+
+
+def test_an_api_key(target: Any) -> None:
+    service = Service(target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
+    with served(service, api_key="secret") as address:
+        for key in ("none", "secre", "secrets"):
+            wrong = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
+            with wrong, pytest.raises(openai.AuthenticationError, match="The API key is missing or wrong"):
+                wrong.models.list()
+        with openai.OpenAI(base_url=f"{address}/v1", api_key="secret", max_retries=0) as client:
+            assert client.completions.create(model=NAME, prompt="x", max_tokens=2).usage.completion_tokens == 2
+        health = ask(address, "/health", method="GET")[1]
+        assert json.loads(health) == {"status": "ok", "running": 0, "waiting": 0}
+        assert "vllm:num_requests_running" in ask(address, "/metrics", method="GET")[1]
+
+
+# ---- figures -------------------------------------------------------------------------------------------------
+
+
+def test_metrics(target: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """The acceptance length is that of the calls, and the log has a line for each."""
+    service = Service(target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
+    caplog.set_level("INFO", "hf_dart.serve")
+    with served(service) as address:
+        asked = {"prompt": PROMPT, "max_tokens": 60, "n": 2, "seed": 1, "temperature": 1, "logit_bias": {"3": -100}}
+        answer = json.loads(ask(address, "/v1/completions", asked)[1])
+        assert answer["usage"]["completion_tokens"] == 120
+        refused(address, "completions", {"prompt": ""})
+        _, page, headers = ask(address, "/", method="GET")
+        assert headers["content-type"].startswith("text/html")
+        assert "://" not in page  # of itself alone
+    figures = {name: read(service, name) for name in (
+        "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total",
+        "spec_decode_num_accepted_tokens_per_pos_total", "spec_decode_num_draft_tokens_total",
+        "generation_tokens_total", "prompt_tokens_total", "request_success_total",
+        "time_to_first_token_seconds_count", "num_seats",
+    )}  # fmt: skip
+    accepted, drafts = figures["spec_decode_num_accepted_tokens_total"], figures["spec_decode_num_drafts_total"]
+    assert accepted == figures["spec_decode_num_accepted_tokens_per_pos_total"] > 0
+    assert accepted + drafts == 118  # the first token of each follows its prompt
+    assert figures["spec_decode_num_draft_tokens_total"] >= accepted
+    assert figures["generation_tokens_total"] == 120
+    assert (figures["prompt_tokens_total"], figures["num_seats"]) == (6, 3)
+    assert (figures["request_success_total"], figures["time_to_first_token_seconds_count"]) == (2, 1)
+    lines = [record.getMessage() for record in caplog.records if record.name == "hf_dart.serve"]
+    assert [line.split(", ")[0] for line in lines] == ["POST /v1/completions 200", "POST /v1/completions 400"]
+    assert "6 + 120 tokens" in lines[0]
+    assert lines[0].endswith("length, seed 1")
+    assert lines[1].endswith("The prompt is empty; give some text.")

@@ -1,0 +1,117 @@
+"""Every parameter that OpenAI's client sends works, changes no text, or is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from hf_dart.serve import parameters
+from hf_dart.serve.parameters import Asked, ChatAsked, CompletionAsked, ResponseAsked
+
+MESSAGES = [{"role": "user", "content": "x"}]
+ASKED = {CompletionAsked: {"prompt": "x"}, ChatAsked: {"messages": MESSAGES}, ResponseAsked: {"input": "x"}}
+
+
+def wrong(kind: type[Asked], **given: Any) -> tuple[str, str]:
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({**ASKED[kind], **given})
+    first = refused.value.errors()[0]
+    return (first.get("ctx") or {}).get("name") or str(first["loc"][0]), first["msg"]
+
+
+@pytest.mark.parametrize("name", parameters._REFUSED)
+def test_what_is_not_to_be_had(name: str) -> None:
+    kind = ResponseAsked if name == "text" else ChatAsked
+    _, *nothing = parameters._REFUSED[name]
+    for value in (None, *nothing):
+        assert name not in kind.model_validate({**ASKED[kind], name: value}).model_dump()
+    param, message = wrong(kind, **{name: {"type": "anything"}})
+    assert param == name
+    assert message.startswith(f"{name} ")
+    assert ";" in message
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e-9}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": "1"}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"seed": 1.5}, "seed"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"stop": ["a"] * 5}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": 3}, "stop"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True, "x": 1}}, "x"),
+        ({"prompt": {}}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, True]}, "prompt"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temprature": 1}, "temprature"),
+    ],
+)
+def test_values_out_of_range(given: dict[str, Any], param: str) -> None:
+    found, message = wrong(CompletionAsked, **given)
+    assert found == param
+    assert message
+
+
+def test_misspelt_names() -> None:
+    assert wrong(CompletionAsked, temprature=1)[1].endswith("did you mean 'temperature'?")
+    assert wrong(ChatAsked, temprature=1)[1].startswith("There is no parameter 'temprature'; ")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [1, {}, {"role": "tool", "content": "x"}, {"role": "user"}, {"role": "user", "content": None},
+     {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, {"role": "user", "content": "x", "y": 1},
+     {"role": "assistant", "content": "x", "tool_calls": [{}]}],
+)  # fmt: skip
+def test_messages_that_are_none(message: Any) -> None:
+    wrong(ChatAsked, messages=[*MESSAGES, message])
+    wrong(ResponseAsked, input=[*MESSAGES, message])
+
+
+def test_many_wrong_items_are_one_error() -> None:
+    """A large body of nonsense costs no more than to read it."""
+    for kind, name in ((ChatAsked, "messages"), (ResponseAsked, "input")):
+        with pytest.raises(ValidationError) as refused:
+            kind.model_validate({name: [1] * 10_000})
+        assert refused.value.error_count() == 1
+    with pytest.raises(ValidationError) as refused:
+        CompletionAsked.model_validate({"prompt": "x", **{f"x{number}": 1 for number in range(10_000)}})
+    assert refused.value.error_count() == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "samples", "options"),
+    [
+        ({}, False, {"do_sample": False}),
+        ({}, True, {"do_sample": True}),
+        ({"temperature": 0, "top_p": 0.5}, True, {"do_sample": False}),
+        ({"temperature": 0.5}, False, {"do_sample": True, "temperature": 0.5}),
+        ({"top_p": 0.5}, False, {"do_sample": True, "top_p": 0.5}),
+        ({"top_k": 3, "temperature": 1}, False, {"do_sample": True, "top_k": 3, "temperature": 1.0}),
+    ],
+)
+def test_when_texts_are_sampled(given: dict[str, Any], samples: bool, options: dict[str, Any]) -> None:
+    assert CompletionAsked(prompt="x", **given).sampling(samples) == options
+
+
+def test_lengths_that_nobody_names() -> None:
+    """A body without options is OpenAI's: 16 tokens of a completion, as many as there is room for in chat."""
+    assert CompletionAsked(prompt="x").most == 16
+    assert (ChatAsked(messages=MESSAGES).most, ResponseAsked(input="x").most) == (None, None)
