@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 needs_a_driver = pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for a GPU, and runs what it made")
 """Marks a test that cannot run here."""
@@ -69,14 +70,6 @@ class DeviceTensor(Tensor):
 
     def __repr__(self, **options: Any) -> str:
         return f"DeviceTensor({self.host!r})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            copied: Any = DeviceTensor(self.host.detach().clone())
-            if isinstance(self, torch.nn.Parameter):
-                copied = torch.nn.Parameter(copied, requires_grad=self.requires_grad)
-            memo[id(self)] = copied
-        return memo[id(self)]
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
@@ -143,7 +136,7 @@ class SimulatedGpu:
         if func is aten._scaled_dot_product_efficient_attention.default:
             self.attention["efficient"] += 1
             func = _efficient_attention
-        on_host = _mapped(_host, args), _mapped(_host, kwargs)
+        on_host = tree_map(_host, args), tree_map(_host, kwargs)
         if kind.name in _NUMBERS or (kind.name == "copy_" and not isinstance(args[0], DeviceTensor)):
             return _as_given(func(*on_host[0], **on_host[1]), leaves, wrapped=False)
         if self.graph is None:
@@ -250,25 +243,9 @@ def _kind_of(func: Any) -> _Kind:
     )
 
 
-def _mapped(change: Callable[[Any], Any], part: Any) -> Any:
-    """Arguments or results with `change` made to what is no list, tuple or dictionary."""
-    if isinstance(part, dict):
-        return {name: _mapped(change, one) for name, one in part.items()}
-    if isinstance(part, (list, tuple)):
-        made = [_mapped(change, one) for one in part]
-        return type(part)(*made) if hasattr(part, "_fields") else type(part)(made)
-    return change(part)
-
-
 def _tensors(part: Any) -> list[Tensor]:
     """Those among arguments or results."""
-    if isinstance(part, Tensor):
-        return [part]
-    if isinstance(part, dict):
-        part = part.values()
-    elif not isinstance(part, (list, tuple)):
-        return []
-    return [found for one in part for found in _tensors(one)]
+    return [one for one in tree_leaves(part) if isinstance(one, Tensor)]
 
 
 def _host(part: Any) -> Any:
@@ -284,7 +261,7 @@ def _as_given(found: Any, given: list[Tensor], wrapped: bool = True) -> Any:
             return own[id(part)]
         return DeviceTensor(part) if wrapped and isinstance(part, Tensor) else part
 
-    return _mapped(outer, found)
+    return tree_map(outer, found)
 
 
 def _check_devices(func: Any, kind: _Kind, tensors: list[Tensor]) -> None:
@@ -344,7 +321,7 @@ class _Calls(TorchFunctionMode):
             return special(_current(), func, args, kwargs)
         named = kwargs.get("device")
         if named is not None and torch.device(named).type == "cpu":  # zeros_like(x, device="cpu")
-            args = _mapped(_host, args)
+            args = tree_map(_host, args)
         if isinstance(named, (str, int)):
             kwargs = {**kwargs, "device": torch.device(named)}
         return func(*args, **kwargs)
