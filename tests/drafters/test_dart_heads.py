@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from support import tiny_training
 from support.cases import MODES
 from support.compare import assert_identical, run, tally
@@ -75,18 +74,6 @@ def test_drafting_is_the_training_pass(target: Any, option: str, batch: int) -> 
             if count:  # a row without news keeps its older draft
                 expected = in_one_pass(head, features[row], tokens[row])[:depth]
                 torch.testing.assert_close(proposal.logits[row], expected, **CLOSE)
-
-
-@torch.no_grad()
-def test_early_slots_of_bidirectional_heads_look_at_later_ones(target: Any) -> None:
-    """What sets it apart from a causal head of the same weights."""
-    features = torch.randn(4, 96, dtype=torch.float64)
-    tokens = torch.tensor([2, 3, 4, 5])
-    proposals = []
-    for head in (tiny_head(target, block_attention="bidirectional"), tiny_head(target)):
-        proposals.append(head.propose(head.begin(1, 8), features[None], tokens[None], torch.tensor([4])).logits[0])
-    assert torch.equal(proposals[0][0], proposals[1][0])  # the last real position sees no slot
-    assert (proposals[0][1:-1] - proposals[1][1:-1]).abs().amax(-1).min() > 1e-3
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -233,18 +220,6 @@ def test_frequent_tokens_are_counted() -> None:
 
 
 # ---- mask slots -------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def test_peagle_slots_go_the_way_of_real_positions(target: Any) -> None:
-    """Feature vector and token in place of features and next token, as the other engine reads them."""
-    head = head_with(target, "peagle")
-    assert head.mask_slot.weight.shape == (1, head.config.features_width)
-    slot = head.slot_inputs(1, 1)
-    fused = F.linear(head.mask_slot.weight, head.fc.weight)
-    token = target.get_input_embeddings().weight[46:47]
-    assert torch.allclose(slot.residual[0], fused)
-    assert torch.allclose(slot.x[0], torch.cat([head.embedding_norm(token), head.feature_norm(fused)], dim=-1))
 
 
 def test_the_mask_token_is_one_that_no_text_contains(target: Any) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -212,25 +212,15 @@ def test_other_threads_do_not_notice() -> None:
     stand = Stand("qwen3_5")
     tree, tokens = drawn_tree(0, len(PADS)), torch.randint(3, VOCABULARY, (len(PADS), 6))
     wanted, nodes = stand.stocks(tokens), stand.verifier()(tree)[0]
-    failures: list[BaseException] = []
 
-    def work(kind: int) -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(8):
-                    if kind == 0:
-                        assert torch.equal(stand.stocks(tokens), wanted)
-                    else:
-                        assert torch.equal(stand.verifier()(tree)[0], nodes)
-        except BaseException as failure:
-            failures.append(failure)
+    @torch.no_grad()
+    def work(kind: int) -> bool:
+        if kind == 0:
+            return torch.equal(stand.stocks(tokens), wanted)
+        return torch.equal(stand.verifier()(tree)[0], nodes)
 
-    threads = [Thread(target=work, args=(kind,)) for kind in (0, 1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(3) as pool:
+        assert all(pool.map(work, [0, 1, 2] * 8))
     assert not any(isinstance(vars(part).get("forward"), Mixer) for part in stand.model.modules())
 
 
