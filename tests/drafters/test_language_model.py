@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.cases import GREEDY, SAMPLED
 from support.compare import assert_identical, tally
 from support.heads import assert_beam
 from support.letters import letters
@@ -23,20 +23,10 @@ from hf_dart.drafters import base
 from hf_dart.drafters.beams import BeamProposal
 
 EXACT = tally("float64, language models as drafters", least=1.3)
-STRANGERS = tally("float64, language models that know nothing of the target")
 @pytest.fixture(scope="module")
 def llama() -> tuple[Any, LanguageModelDrafter]:
     target = tiny_target("llama")
     return target, LanguageModelDrafter(nearly(target), target)
-
-
-@pytest.mark.parametrize("mode", ["greedy", "top-p, penalty"])
-def test_a_model_that_knows_nothing_of_the_target(mode: str) -> None:
-    target = tiny_target("gemma3")
-    drafter = LanguageModelDrafter(tiny_target("qwen3", num_hidden_layers=1), target)
-    for size in (1, 4):
-        options = {**MODES[mode], "tree_config": TreeConfig(nodes=24)}
-        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=STRANGERS, **options)
 
 
 def said(model: Any, text: Tensor) -> Tensor:

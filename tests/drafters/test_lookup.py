@@ -28,18 +28,6 @@ def test_looping_text_is_copied(size: int) -> None:
     assert taus[1] > taus[0] + 0.1
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("size", [1, 4])
-def test_no_head_at_all(size: int, options: dict[str, Any]) -> None:
-    target = attach(tiny_target("gemma3"))
-    drafter = LookupDrafter(TreeConfig(nodes=8))
-    inputs = prompts([11, 3, 7, 12][:size])
-    assert_identical(target, drafter, inputs, **{**options, "max_new_tokens": 60})
-    assert drafter.last_stats.drafted > 0
-    assert drafter.last_stats.accepted > 0 or options["do_sample"], "greedy text loops here"
-    assert_identical(target, LookupDrafter(), inputs, **options)
-
-
 def test_no_head_asks_for_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     target = attach(tiny_target("llama"))
     drafter = LookupDrafter()

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.cases import GREEDY, SAMPLED, batch
 from support.compare import assert_identical, run, tally
 from support.heads import draft_after, features_of
 from support.modules import with_module
@@ -27,9 +27,6 @@ from hf_dart.drafters.beams import BeamProposal, View
 from hf_dart.interop.mtp_module import module_count, read_module
 
 EXACT = tally("float64, multi-token prediction modules", least=1.3)
-MORE = ("greedy", "several EOS")
-LATER = ("deepseek_v3", "qwen3_5", "mimo_v2")
-FAMILIES = ["glm4_moe", "qwen3_next", "mimo", *(pytest.param(name, marks=pytest.mark.matrix) for name in LATER)]
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +42,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return target, folder, weights
 
     return of
-
-
-@pytest.mark.parametrize("mode", ["T=1", *(pytest.param(mode, marks=pytest.mark.matrix) for mode in MORE)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_modes(folders: Any, family: str, mode: str) -> None:
-    target, _, _ = folders(family)
-    drafter = MtpDrafter.from_target(target)
-    for size in (1, 4):
-        options = {**MODES[mode], "tree_config": TreeConfig(nodes=24)}
-        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=EXACT, **options)
 
 
 @torch.no_grad()
