@@ -31,8 +31,8 @@ class DrafterConfig(PreTrainedConfig):
 
     Args:
         draft_length: d, how many tokens are drafted at a time.
-        feature_layers: which of the target's `hidden_states` are read; 0 is the embedding output, L the output of the
-            last of L layers.
+        feature_layers: which of the target's `hidden_states` are read, in the order in which they are joined; 0 is the
+            embedding output, L the output of the last of L layers.
         hidden_size: H, the width of the drafter's network; where it scores with the target's LM head, that head's.
         embedding_size: E, the width of the target's token embeddings.
         feature_size: width of one target hidden state.
@@ -88,7 +88,7 @@ class DrafterConfig(PreTrainedConfig):
         for kind in type(self).__mro__:
             if issubclass(kind, DrafterConfig):
                 check_types(self, kind)
-        self.feature_layers = sorted(set(self.feature_layers))
+        self.feature_layers = list(dict.fromkeys(self.feature_layers))
         self._check_shape()
         self.tree = checked_tree(self.tree)
 
@@ -101,12 +101,12 @@ class DrafterConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0.")
         if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
             raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
-        layers, last = self.feature_layers, self.target_num_layers
-        if layers and not 0 <= layers[0] <= layers[-1] <= last:
-            raise ValueError(
-                f"feature_layers has {layers[0] if layers[0] < 0 else layers[-1]}, and the target's hidden_states go "
-                f"from 0 (the embeddings) to {last}; name some of these."
-            )
+        for layer in self.feature_layers:
+            if not 0 <= layer <= self.target_num_layers:
+                raise ValueError(
+                    f"feature_layers has {layer}, and the target's hidden_states go from 0 (the embeddings) to "
+                    f"{self.target_num_layers}; name some of these."
+                )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "

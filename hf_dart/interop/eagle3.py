@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
@@ -238,7 +237,7 @@ def _rotation(layer: Fields, head_dim: int) -> dict[str, Any]:
 def read_weights(
     published: Published, shapes: Mapping[str, tuple[int, ...]], files: Iterable[str | Path], path: str
 ) -> dict[str, Tensor]:
-    """Return a published head's weights under our names, its taps ascending, and `draft_vocabulary` [M] if any.
+    """Return a published head's weights under our names, and `draft_vocabulary` [M] if any.
 
     Args:
         shapes: of the weights of the network with `layers.N` by our names.
@@ -256,7 +255,7 @@ def read_weights(
     found = weights.read_weights(files, path, names, stored, **sizes, ignored=published.ignored)
     if slot is not None:
         found["mask_slot.weight"] = found["mask_slot.weight"].reshape(slot)
-    return _with_ascending_taps(found, published.fields["feature_layers"])
+    return found
 
 
 def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3")) -> Fields:
@@ -335,17 +334,3 @@ def _head_dim(layer: Fields, query: tuple[int, ...] | None, path: str) -> int:
             "width; fetch them again, together with their config.json."
         )
     return rows // heads
-
-
-def _with_ascending_taps(weights: dict[str, Tensor], taps: list[int]) -> dict[str, Tensor]:
-    """Weights that read the target's layers in ascending order, from those that read them in the order of `taps`."""
-    order = sorted(range(len(taps)), key=taps.__getitem__)
-    if order == list(range(len(taps))):
-        return weights
-    each = {f"fusion_norm.{new}.weight": weights[f"fusion_norm.{old}.weight"] for new, old in enumerate(order)
-            if f"fusion_norm.{old}.weight" in weights}  # fmt: skip
-    for name in ("fc.weight", "fusion_norm.weight", "mask_slot.weight"):
-        if name in weights:
-            parts = weights[name].chunk(len(taps), dim=-1)
-            each[name] = torch.cat([parts[old] for old in order], dim=-1)
-    return {**weights, **each}

@@ -126,7 +126,7 @@ def _refuse(config: PreTrainedConfig) -> None:
             "vectors; train one with mask_mode='peagle'."
         )
     layers, last = config.feature_layers, config.target_num_layers
-    if len(layers) != 3 or layers[0] == 0 or layers[-1] == last:
+    if len(layers) != 3 or {0, last} & {*layers}:
         raise ValueError(
             f"This head reads feature_layers {layers}, and vLLM's P-EAGLE three of them, neither 0 nor the last, "
             f"{last}; it is not written."
