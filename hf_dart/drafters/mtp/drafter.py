@@ -19,6 +19,7 @@ from hf_dart.drafters.beams import View, last_of
 from hf_dart.drafters.cost import sizes
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter
+from hf_dart.hub.download import cached_commit
 from hf_dart.interop.mtp_module import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import layer_count, lm_head_of
@@ -98,7 +99,7 @@ class MtpDrafter(StockDrafter):
                 "This target was not loaded from files, where its multi-token prediction module would lie; load it "
                 "with from_pretrained."
             )
-        revision = getattr(target.config, "_commit_hash", None)
+        revision = cached_commit(path)
         return cls.from_pretrained(path, target=target, **({"revision": revision} if revision else {}), **options)
 
     @classmethod
