@@ -10,6 +10,7 @@ from huggingface_hub import ModelCard, constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers.utils import cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from hf_dart.errors import head_inside, missing_folder, refuse_unknown
 from hf_dart.hub.checkpoint import read_json, weight_shapes
@@ -114,10 +115,7 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
         if inside := head_inside(path):
             raise ValueError(f"The folder {path} holds no config.json; {inside}")
         return {}, None
-    # The cache keeps a file in snapshots/COMMIT/SUBFOLDER.
-    parts = [] if Path(path).is_dir() else Path(found).parts
-    commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
-    return read_json(Path(found)), commit
+    return read_json(Path(found)), None if Path(path).is_dir() else extract_commit_hash(str(found), None)
 
 
 def cached_commit(repository: str | None, revision: str | None = None) -> str | None:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any, Self
-
-from transformers import PreTrainedModel
+from typing import Any
 
 from hf_dart.drafters.base_config import HeadConfig
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.errors import check_fields
-from hf_dart.models.features import layer_count
 
 
 class EagleConfig(HeadConfig):
@@ -53,13 +50,6 @@ class EagleConfig(HeadConfig):
                 "joined reads one layer of the target, of the width hidden_size, and has no norms; leave out "
                 "fusion_norm, norm_before_residual and norm_output, and name one layer in feature_layers."
             )
-
-    @classmethod
-    def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
-        """Make a config like `HeadConfig.for_target`; a `joined` head reads the last hidden state."""
-        if overrides.get("joined"):
-            overrides.setdefault("feature_layers", [layer_count(target)])
-        return super().for_target(target, **overrides)
 
 
 # Earlier versions wrote the fields of DART heads into config.json too, as DART heads have them by default.
