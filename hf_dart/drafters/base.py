@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters import hooks
+from hf_dart.models.devices import as_dtype
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import DRAFT_COST
 from hf_dart.trees.ngram.table import NgramTable
@@ -137,6 +138,51 @@ class Drafter(_Plain, ABC, Generic[State]):
         if self._pace_records is None:
             self._pace_records = {}
         return self._pace_records
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        *,
+        target: PreTrainedModel | None = None,
+        tokenizer: Any = None,
+        ngram: NgramTable | str | Path | None = None,
+        dtype: torch.dtype | str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Load a drafter; with `target=` also check that it fits, move it there and attach it.
+
+        Args:
+            path: a folder or a Hub repository, of `save_pretrained` and `push_to_hub` or of another project.
+            target: the model to draft for. Heads of our own format load without it; their `bind` has to be called
+                before drafting then.
+            tokenizer: the target's, to be compared with the one that the drafter was made with. Left out, it is looked
+                up in the folder of the target's weights, if on this machine.
+            ngram: a table of n-grams or its path, as `drafter.ngram = NgramTable.load(path)`.
+            dtype: of its weights; the target's if left out, "auto" is that of the files.
+            options: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`. Of heads: `config`, in
+                place of the one in their files, with the same shapes; `base`, the path of the head that an adapter
+                belongs to, if it is another than in training. Of language models and multi-token prediction modules:
+                `draft_length` and `beam`.
+
+        Returns:
+            The drafter in eval mode, for `generate(..., assistant=...)`.
+
+        Raises:
+            TypeError: an option is unknown, or `target` is no model.
+            ValueError: drafter, target and table do not fit together, or the files are not those of a drafter; the
+                message says what differs.
+            OSError: there are no such files, or the Hub does not give them.
+        """
+        drafter = cls._load(path, target, tokenizer, as_dtype(dtype), **options)
+        if ngram is not None:
+            drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
+        return drafter
+
+    @classmethod
+    def _load(cls, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any, **options: Any) -> Self:
+        """Load what `from_pretrained` returns, without a table; drafters that have files implement it."""
+        raise NotImplementedError(f"A {cls.__name__} is made, not loaded.")
 
     def generate(
         self, model: PreTrainedModel, input_ids: Tensor, tree_config: TreeConfig | None = None, **kwargs: Any
@@ -311,12 +357,6 @@ class Drafter(_Plain, ABC, Generic[State]):
         ahead, last = seen.split(AT_ONCE)
         self.extend(state, *ahead)
         return last
-
-    def _with_table(self, ngram: NgramTable | str | Path | None) -> Self:
-        """Give the drafter a table of n-grams, or the one at that path; None leaves it as it is."""
-        if ngram is not None:
-            self.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
-        return self
 
 
 def pair_scores(

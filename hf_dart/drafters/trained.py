@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, Self
 
@@ -22,7 +21,7 @@ from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.publish import push_folder
-from hf_dart.models.devices import TargetModules, as_dtype, device_of, host_by_default, rows_of, where_it_runs
+from hf_dart.models.devices import TargetModules, device_of, host_by_default, rows_of, where_it_runs
 from hf_dart.models.features import lm_head_of
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
@@ -238,39 +237,16 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         return attach_to(drafter, target, tokenizer)
 
     @classmethod
-    def from_pretrained(
+    def _load(
         cls,
         path: str,
+        target: PreTrainedModel | None,
+        tokenizer: Any,
+        dtype: Any,
         *,
-        target: PreTrainedModel | None = None,
-        tokenizer: Any = None,
-        ngram: NgramTable | str | Path | None = None,
-        dtype: torch.dtype | str | None = None,
         config: Any = None,
         **where: Any,
     ) -> Self:
-        """Load a drafter; with `target=` also check that it fits, move it there and attach it.
-
-        Args:
-            path: a folder or a Hub repository written by `save_pretrained` / `push_to_hub`.
-            target: the model to draft for; without it `bind` has to be called before drafting.
-            tokenizer: the target's tokenizer, to be compared with the one the drafter was trained with. Left
-                out, it is looked up in the folder of the target's weights, if on this machine.
-            ngram: a table of n-grams or its path, as `drafter.ngram = NgramTable.load(path)`.
-            dtype: of its weights; the target's if left out, "auto" is that of the files.
-            config: in place of the one in its files, with the same shapes.
-            where: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`.
-
-        Returns:
-            The drafter in eval mode, for `generate(..., assistant=...)`.
-
-        Raises:
-            TypeError: an option is unknown, or `target` is no model.
-            ValueError: drafter, target and table do not fit together, or the files are not those of a drafter; the
-                message says what differs.
-            OSError: there are no such files, or the Hub does not give them.
-        """
-        wanted = as_dtype(dtype)
         content, commit = head_config(path, **where)
         if commit is not None:
             where["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
@@ -282,12 +258,10 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         else:
             drafter = cls._of_published(path, content, target, tokenizer, **where)
         drafter.name_or_path = path
-        wanted = drafter.dtype if wanted == "auto" else wanted
+        dtype = drafter.dtype if dtype == "auto" else dtype
         if target is None:
-            drafter.to(dtype=wanted or drafter.dtype).eval()
-        else:
-            attach_to(drafter, target, tokenizer, wanted)
-        return drafter._with_table(ngram)
+            return drafter.to(dtype=dtype or drafter.dtype).eval()
+        return attach_to(drafter, target, tokenizer, dtype)
 
     @classmethod
     def _of_files(cls, path: str, config: Any, **where: Any) -> Self:

@@ -101,7 +101,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "many layers": (
         lambda model, head, run: DartHead.from_target(model, feature_layers=list(range(100_000))),
-        r"feature_layers has 99999, and the target's hidden_states go from 0 \(the embeddings\) to 2",
+        r"feature_layers has 3, and the target's hidden_states go from 0 \(the embeddings\) to 2",
     ),
     "a run in place of its head": (
         lambda model, head, run: load_drafter(run, target=model),

@@ -25,7 +25,6 @@ from hf_dart.hub import card_texts
 from hf_dart.interop.eagle3 import eagle3_format, is_peagle
 from hf_dart.interop.original_dart import original_format, read_original
 from hf_dart.models.devices import host_by_default
-from hf_dart.trees.ngram.table import NgramTable
 
 _FIELDS = {one.name for one in fields(DartConfig)}
 
@@ -104,32 +103,22 @@ class DartHead(DartModel):
         return head if draft_vocabulary is None else head.reduce_vocabulary(draft_vocabulary)
 
     @classmethod
-    def from_pretrained(
+    def _load(
         cls,
         path: str,
+        target: PreTrainedModel | None,
+        tokenizer: Any,
+        dtype: Any,
         *,
-        target: PreTrainedModel | None = None,
-        tokenizer: Any = None,
-        ngram: NgramTable | str | Path | None = None,
         base: str | None = None,
-        **kwargs: Any,
+        **where: Any,
     ) -> Self:
-        """Load a head; `path` may also be that of an adapter, which brings its head with it.
-
-        Args:
-            path: what `save_pretrained` wrote, of a head or of its adapter.
-            target, tokenizer, ngram, kwargs: as for `TrainedDrafter.from_pretrained`.
-            base: the head that the adapter belongs to, if its path is another than in training.
-
-        Raises:
-            ValueError: as for heads; or the adapter is damaged, its head is missing, or it is that of another head.
-            OSError: there are no such files, or the Hub does not give them.
-        """
-        head = adapters.from_folder(cls, path, base, target=target, tokenizer=tokenizer, **kwargs)
+        """Load a head; `path` may also be that of an adapter, which brings its head with it."""
+        head = adapters.from_folder(cls, path, base, target=target, tokenizer=tokenizer, dtype=dtype, **where)
         if head is None:
-            head = super().from_pretrained(path, target=target, tokenizer=tokenizer, **kwargs)
-            head._place = {name: kwargs.get(name) for name in ("revision", "subfolder")}
-        return head._with_table(ngram)
+            head = super()._load(path, target, tokenizer, dtype, **where)
+            head._place = {name: where.get(name) for name in ("revision", "subfolder")}
+        return head
 
     @classmethod
     def _of_published(

@@ -26,14 +26,13 @@ from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.mtp_module import module_count
 from hf_dart.models.attention import for_trees
-from hf_dart.models.devices import as_dtype, device_of, users_default
+from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import lm_head_of
 from hf_dart.models.positions import position_limit
 from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.models.tokenizers import tokenizer_beside, vocabulary_hash
 from hf_dart.models.trial import check_verification
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.ngram.table import NgramTable
 
 _ITSELF = "The target cannot be its own draft, which would cost what it saves; give a smaller model."
 # Fields in the config.json of a drafter, whatever its model_type.
@@ -93,33 +92,18 @@ class LanguageModelDrafter(StockDrafter):
         self._attach(target)
 
     @classmethod
-    def from_pretrained(
+    def _load(
         cls,
         path: str,
+        target: PreTrainedModel | None,
+        tokenizer: Any,
+        dtype: Any,
         *,
-        target: PreTrainedModel | None = None,
-        tokenizer: Any = None,
-        ngram: NgramTable | str | Path | None = None,
-        dtype: torch.dtype | str | None = None,
         draft_length: int = 5,
         beam: int = 4,
         **kwargs: Any,
     ) -> Self:
-        """Load a language model with `AutoModelForCausalLM`, to where the target's LM head is.
-
-        Args:
-            path: a folder or a Hub repository.
-            target: the causal LM to draft for.
-            tokenizer: the target's, as for the class.
-            ngram: a table of n-grams or its path, as `drafter.ngram`.
-            dtype: of the weights; the target's where left out.
-            draft_length, beam: as for the class.
-            kwargs: as for `AutoModelForCausalLM.from_pretrained`; code of a repository is not run.
-
-        Raises:
-            ValueError: the models do not fit together, or the files are not those of a language model.
-            OSError: there are no such files, or the Hub does not give them.
-        """
+        """Load a language model with `AutoModelForCausalLM`, to where the target's LM head is; no code is run."""
         if target is None:
             raise ValueError(f"{path} is a language model, which drafts for another one; pass target=model.")
         if kwargs.pop("trust_remote_code", False):
@@ -128,15 +112,14 @@ class LanguageModelDrafter(StockDrafter):
             raise ValueError(_ITSELF)  # other revisions of it, or quantised ones, may draft
         where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         weight_shapes(weight_files(path, f"{path} holds no weights; fetch the language model again.", **where), path)
-        options = {"dtype": as_dtype(dtype) or target.dtype, "use_safetensors": True, "output_loading_info": True}
+        options = {"dtype": dtype or target.dtype, "use_safetensors": True, "output_loading_info": True}
         with refused(f"The language model in {path}", "fetch it again"):
             model, loaded = AutoModelForCausalLM.from_pretrained(path, **options, **kwargs)
             if missing := sorted(loaded["missing_keys"]):
                 raise ValueError(f"it lacks {missing[0]}")
         if "device_map" not in kwargs:
             model.to(device_of(lm_head_of(target)))
-        drafter = cls(model, target, tokenizer=tokenizer, draft_length=draft_length, beam=beam)
-        return drafter._with_table(ngram)
+        return cls(model, target, tokenizer=tokenizer, draft_length=draft_length, beam=beam)
 
     @property
     def feature_layers(self) -> list[int]:

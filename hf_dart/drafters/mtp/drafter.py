@@ -26,7 +26,6 @@ from hf_dart.models.features import layer_count, lm_head_of
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.verify import MaskKind
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.ngram.table import NgramTable
 
 
 def _reads(content: dict[str, Any]) -> str | None:
@@ -103,35 +102,21 @@ class MtpDrafter(StockDrafter):
         return cls.from_pretrained(path, target=target, **({"revision": revision} if revision else {}), **options)
 
     @classmethod
-    def from_pretrained(
+    def _load(
         cls,
         path: str,
+        target: PreTrainedModel | None,
+        tokenizer: Any,
+        dtype: Any,
         *,
-        target: PreTrainedModel | None = None,
-        tokenizer: Any = None,
-        dtype: Any = None,
-        ngram: NgramTable | str | None = None,
         draft_length: int = 5,
         beam: int = 4,
         **where: Any,
     ) -> Self:
-        """Return the module in a checkpoint of the target's, or a head of speculators, in the target's dtype.
-
-        Args:
-            path: a folder or a Hub repository.
-            target: the causal LM.
-            tokenizer, dtype: not looked at: the module reads the target's embeddings.
-            ngram: a table of n-grams or its path, as `drafter.ngram`.
-            draft_length, beam: as for the class.
-            where: revision, token, ... of the repository.
-
-        Raises:
-            ValueError: it has none, it is damaged, or it is that of another target.
-        """
+        """Read the module in a checkpoint of the target's, or a head of speculators, in the target's dtype."""
         if target is None:
             raise ValueError(f"{path} is the checkpoint of a target; pass target=model to draft with its module.")
-        drafter = cls(read_module(path, target, **where), target, draft_length=draft_length, beam=beam)
-        return drafter._with_table(ngram)
+        return cls(read_module(path, target, **where), target, draft_length=draft_length, beam=beam)
 
     @property
     def feature_layers(self) -> list[int]:
