@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import annotated, check_fields, check_types, refuse_unknown
 from hf_dart.hub.download import cached_commit
-from hf_dart.hub.publish import custom_generate_files, write_files
+from hf_dart.hub.publish import add_custom_generate
 from hf_dart.models.features import default_feature_layers, layer_count, lm_head_of
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
@@ -197,7 +197,7 @@ class DrafterConfig(PreTrainedConfig):
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write config.json and `custom_generate` to a folder, as every kind of drafter does when saved."""
         super().save_pretrained(save_directory, **kwargs)
-        write_files(Path(save_directory), custom_generate_files())
+        add_custom_generate(save_directory)
 
 
 class HeadConfig(DrafterConfig):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from shutil import copyfile, copytree, ignore_patterns
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -34,10 +34,9 @@ _CUSTOM_GENERATE = Path(__file__).parent / "custom_generate"
 _LOGGER = logging.getLogger(__name__)
 
 
-def custom_generate_files() -> dict[str, bytes]:
-    """Return the files that `generate(..., custom_generate=FOLDER)` runs, by their paths in a drafter's folder."""
-    files = sorted(file for file in _CUSTOM_GENERATE.iterdir() if file.is_file())
-    return {f"{_CUSTOM_GENERATE.name}/{file.name}": file.read_bytes() for file in files}
+def add_custom_generate(folder: str | Path) -> None:
+    """Write the files that `generate(..., custom_generate=FOLDER)` runs to a drafter's folder."""
+    copytree(_CUSTOM_GENERATE, Path(folder, _CUSTOM_GENERATE.name), ignore=ignore_patterns("__*"), dirs_exist_ok=True)
 
 
 def push_folder(
@@ -90,7 +89,7 @@ def push_folder(
                 END,
             )
         with TemporaryDirectory() as whole:
-            write_files(Path(whole), repository_files(folder, replace(facts, repository=repository), card))
+            write_repository(folder, Path(whole), replace(facts, repository=repository), card)
             return api.upload_folder(
                 repo_id=repository,
                 folder_path=whole,
@@ -113,15 +112,7 @@ def write_folder(folder: str | Path, destination: str | Path, repository: str, *
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise ValueError(f"{str(destination)!r} is there already; give an empty folder, or a name that is free.")
     facts = _facts(folder, repository, **known)
-    write_files(destination, repository_files(folder, facts, None))
-
-
-def write_files(folder: Path, files: Mapping[str, bytes | Path]) -> None:
-    """Write files, given by their paths in a folder, as bytes or copies of others."""
-    for name, content in files.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+    write_repository(folder, destination, facts, None)
 
 
 def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
@@ -148,21 +139,20 @@ def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
     return facts
 
 
-def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> dict[str, bytes | Path]:
-    """All files of the drafter's repository by their path in it; `card` is the card as it is now."""
-    found = [file for pattern in _WEIGHTS for file in sorted(Path(folder).glob(pattern))]
-    files: dict[str, bytes | Path] = {file.name: file for file in found}
-    if facts.training is not None:
-        files[TRAINING_RECORD] = _as_json(facts.training)
-    if facts.bench is not None:
-        files[BENCH] = _as_json(facts.bench)
-    entries = eval_results(facts)
-    if entries:
+def write_repository(folder: str | Path, destination: Path, facts: HeadFacts, card: str | None) -> None:
+    """Write all files of the drafter's repository to `destination`; `card` is the card as it is now."""
+    destination.mkdir(exist_ok=True, parents=True)
+    for file in [file for pattern in _WEIGHTS for file in Path(folder).glob(pattern)]:
+        copyfile(file, destination / file.name)
+    for name, record in ((TRAINING_RECORD, facts.training), (BENCH, facts.bench)):
+        if record is not None:
+            (destination / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf8")
+    if entries := eval_results(facts):
         text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
-        files[f"{constants.EVAL_RESULTS_FOLDER}/hf_dart.yaml"] = text.encode()
-    files |= custom_generate_files()
-    files[constants.REPOCARD_NAME] = render_card(facts, card).encode()
-    return files
+        (destination / constants.EVAL_RESULTS_FOLDER).mkdir()
+        (destination / constants.EVAL_RESULTS_FOLDER / "hf_dart.yaml").write_text(text, encoding="utf8")
+    add_custom_generate(destination)
+    (destination / constants.REPOCARD_NAME).write_text(render_card(facts, card), encoding="utf8", newline="")
 
 
 def _card_of(api: HfApi, repository: str, revision: str | None) -> str | None:
@@ -173,7 +163,3 @@ def _card_of(api: HfApi, repository: str, revision: str | None) -> str | None:
     except EntryNotFoundError:
         return None
     return Path(file).read_bytes().decode("utf-8-sig")
-
-
-def _as_json(content: dict[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2) + "\n").encode()

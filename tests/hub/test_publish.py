@@ -120,12 +120,12 @@ def test_what_people_wrote_into_the_card_stays(alice: Hub, head: DartHead, caplo
 
 def test_a_card_that_changes_meanwhile_is_not_lost(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     head.push_to_hub("alice/head")
-    stored, render = alice.repositories["alice/head"], "hf_dart.hub.publish.repository_files"
-    from hf_dart.hub.publish import repository_files
+    stored, render = alice.repositories["alice/head"], "hf_dart.hub.publish.write_repository"
+    from hf_dart.hub.publish import write_repository
 
     def meanwhile(*args: Any) -> Any:
         stored.commit("main", stored.refs["main"], {**stored.files(), "README.md": b"# Mine"}, "by hand")
-        return repository_files(*args)
+        write_repository(*args)
 
     monkeypatch.setattr(render, meanwhile)
     with pytest.raises(OSError, match=r"412 .*changed meanwhile, push again"):
