@@ -32,17 +32,11 @@ class CardTexts:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of drafter.
+    """One kind of drafter, as `hf_dart.drafters.registry.register` was told of it.
 
     Attributes:
-        name: such as "eagle".
-        drafter: its class, with `from_pretrained(path, target=...)`.
-        config_class: its config, which has a `model_type`; None if its config is none of ours.
+        drafter: its class.
         trainers: by the name that `hf-dart train --drafter` takes: "module:class" of the trainer.
-        texts: what its card says; None if it is never published.
-        reads: what a config.json describes, if it is that of a checkpoint in another format, which its
-            `from_pretrained` reads too.
-        reads_named: the same, from a config.json and what gives the names of the checkpoint's tensors.
     """
 
     name: str

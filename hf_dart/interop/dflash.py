@@ -8,6 +8,7 @@ names, in how they count layers and in what a sliding window covers. In z-lab's 
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import Qwen3Config
@@ -36,6 +37,51 @@ _ARCHITECTURES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class DFlashShape:
+    """The shape of a [`DFlashDrafter`] and how it was trained to attend.
+
+    Attributes:
+        block_size: entries of a block: the last known token and block_size - 1 masked ones.
+        mask_token_id: whose embedding masked entries have.
+        feature_layers: of the target's `hidden_states`, in the order in which they are fused.
+        before_norm: the last of the target's `hidden_states` is meant as it is before the final norm.
+        layers: per decoder layer, whether its block is causal, and how far back it attends: a query at q to a key at k
+            if q - k <= reach (and k - q <= reach), None for everything.
+        backbone: the rest, as Qwen3 names it.
+        num_target_layers, vocab_size: of the target; None where the format does not say.
+        reach_of_block: all entries of a block attend as far back as the first one, and to all of the block.
+        anchor_predicts: entry i of a block predicts the token after its own position, so that a block drafts one more.
+        convolution: taps and group size of the convolutions of each layer (`BlockConvolution`); or None.
+        selector: what scores pairs of tokens, "pairs" (`PairSelector`), "markov" (`MarkovSelector`) or
+            "gated" (the same with a gate), and its rank; None for none.
+        draft_vocab_size: M, how many tokens an LM head of the drafter's own scores; None for the target's LM head.
+        embedding_scale: factor on the target's embedding table.
+        logit_scale, logit_cap: factor on the target's logits, then the bound c of c tanh(x / c).
+        names: renamings (`hf_dart.interop.weights.renamed`) of our tensors to those of this format.
+        ignored: what names of tensors begin with that are not used.
+    """
+
+    block_size: int
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    layers: tuple[tuple[bool, int | None], ...]
+    backbone: Qwen3Config
+    num_target_layers: int | None = None
+    vocab_size: int | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+    names: dict[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    reach_of_block: bool = False
+    anchor_predicts: bool = False
+    convolution: tuple[int, int] | None = None
+    selector: tuple[str, int] | None = None
+    draft_vocab_size: int | None = None
+    before_norm: bool = False
+
+
 def dflash_format(content: dict[str, Any]) -> str | None:
     """Return a description of a config.json's drafter if it is a DFlash drafter or a variant, of whatever version."""
     kind = content.get("speculators_model_type")
@@ -55,8 +101,8 @@ def dflash_format(content: dict[str, Any]) -> str | None:
     return f"a {_CALLED[_ARCHITECTURES.get(names[0], 'dflash')]} drafter in z-lab's format"
 
 
-def read_dflash(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `DFlashConfig` that a config.json tells.
+def read_dflash(content: dict[str, Any]) -> DFlashShape:
+    """Return the shape of a drafter that a config.json tells.
 
     Raises:
         ValueError: it describes no DFlash drafter, or one that is not known here, or contradicts itself.
@@ -68,11 +114,11 @@ def read_dflash(content: dict[str, Any]) -> dict[str, Any]:
         )
     fields = Fields(content, _KIND)
     if "speculators_model_type" in content:
-        return _read_speculators(fields)
+        return DFlashShape(**_read_speculators(fields))
     if content.get("model_type") == "muse_glimmer_assistant":
-        return _read_assistant(fields)
+        return DFlashShape(**_read_assistant(fields))
     if content.get("architectures") in [[name] for name in _ARCHITECTURES]:
-        return _read_zlab(fields)
+        return DFlashShape(**_read_zlab(fields))
     raise ValueError(
         f"Its config.json names the architectures {content.get('architectures')}, and a DFlash drafter is one of "
         f"{', '.join(_ARCHITECTURES)} or a muse_glimmer_assistant; give such a checkpoint."

@@ -22,7 +22,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEm
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.base_config import told_of
-from hf_dart.drafters.dflash.configuration import DFlashConfig, DFlashShape
+from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.dflash.modeling import DFlashLayer, selector_of
 from hf_dart.drafters.layers import memory, rotation_by
 from hf_dart.drafters.published import note_origin
@@ -31,7 +31,7 @@ from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import weight_files
-from hf_dart.interop.dflash import dflash_format
+from hf_dart.interop.dflash import dflash_format, read_dflash
 from hf_dart.interop.weights import read_weights, renamed, vocabulary_maps
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import tokenizer_beside
@@ -57,7 +57,7 @@ class DFlashDrafter(TrainedDrafter):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        self.shape = DFlashShape.read(config.published)
+        self.shape = read_dflash(config.published)
         given, shape = self.shape, self.shape.backbone
         self.fc = nn.Linear(len(given.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)

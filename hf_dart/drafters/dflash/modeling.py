@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
-from hf_dart.drafters.dflash.configuration import DFlashShape
 from hf_dart.drafters.layers import DartAttention, KeyValueWriter
+from hf_dart.interop.dflash import DFlashShape
 
 
 class DFlashAttention(DartAttention):
@@ -156,5 +156,5 @@ def selector_of(config: DFlashShape, kind: str, rank: int) -> PairSelector | Mar
     assert vocabulary is not None  # the formats that have selectors say it
     scored = config.draft_vocab_size or vocabulary
     if kind == "pairs":
-        return PairSelector(config.hidden_size, vocabulary, scored, rank)
-    return MarkovSelector(config.hidden_size, vocabulary, scored, rank, gated=kind == "gated")
+        return PairSelector(config.backbone.hidden_size, vocabulary, scored, rank)
+    return MarkovSelector(config.backbone.hidden_size, vocabulary, scored, rank, gated=kind == "gated")
