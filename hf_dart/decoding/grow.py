@@ -6,7 +6,8 @@ where that is cheap (temperature, repetition penalty, nucleus), and not run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -75,6 +76,27 @@ class TreeGrower:
         self._formula = DraftScores(config, drafter.ngram)
         self._cost = cost or partial(config.round_cost, len(texts), device.type)
         self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long))
+
+    @classmethod
+    def joint(cls, growers: list[TreeGrower], most: int, cost: Callable[[bool], RoundCost]) -> TreeGrower:
+        """Make a grower of the rows of several that are of one config and `ranks_by` the same; it needs `copies`.
+
+        Args:
+            growers: of the rows.
+            most: nodes per row.
+            cost: as above.
+        """
+        joint = copy(growers[0])
+        joint._texts = [text for grower in growers for text in grower._texts]
+        joint._most, joint._cost, joint.copied = most, cost, []
+        joint._roots_alone = DraftTree.chain(torch.zeros((len(joint._texts), 1), dtype=torch.long))
+        joint._seen = SeenTokens(joint._texts) if joint._rank.needs_history else None
+        return joint
+
+    @property
+    def ranks_by(self) -> Hashable:
+        """Key of the growers that rank tokens in the same way."""
+        return tuple(self._ends), *vars(self._rank).values()
 
     def __call__(
         self,

@@ -174,23 +174,30 @@ class Session:
         for observer in self.observers:
             observer.ended(finished)
 
-    def propose(self, mode: str) -> Proposal | None:
-        """Hand the drafter what was verified, and return its draft.
-
-        None if there is none, or the round is to have none by its `mode`, one of `pace.MODES`.
-        """
+    def unread(self, mode: str) -> Verified | None:
+        """Return the verified positions that a draft begins with; None if the round has none by its `mode`."""
         if self.keeps:
             self.pending.append(self.seen)
         if mode == PAUSE:
             return None
         seen, self.pending = joined(self.pending), []
+        return seen
+
+    def propose(self, mode: str) -> Proposal | None:
+        """Hand the drafter what was verified, and return its draft.
+
+        None if there is none, or the round is to have none by its `mode`, one of `pace.MODES`.
+        """
+        seen = self.unread(mode)
+        if seen is None:
+            return None
         with self.aside():
             proposal = self.propose_with(self.drafter_state.state, *seen, self.grower.depth, self.score)
         if proposal is not None:
             self._hold_ended_rows(proposal)
         return proposal
 
-    def _refine(self, first: Proposal, tokens: Tensor) -> Proposal:
+    def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """Return the draft after a second look at `tokens` [B, d] of the `first` one."""
         with self.aside():
             proposal = self.request.drafter.refine(self.drafter_state.state, first, tokens)
@@ -208,7 +215,7 @@ class Session:
         if proposal is None:
             return self.grower(None, None, budget.deepest, weights=budget.weights, ended=ended, copies=budget.copies)
         gumbel = self.noise_ahead(0, self.grower.depth)
-        chain, refine = budget.mode == CHAIN, partial(self._refine, proposal)
+        chain, refine = budget.mode == CHAIN, partial(self.refine, proposal)
         drafted = proposal.within(self.vocab_size)
         return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.weights, ended, budget.copies)
 
@@ -240,7 +247,8 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
     drafter, config, batch = request.drafter, request.tree_config, len(request.input_ids)
     stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
     rows = Rows(request)
-    aside = partial(put_back, rows.device) if noise is not None and rows.in_step else nullcontext
+    from_default = noise is not None and rows.in_step and noise.given is None
+    aside = partial(put_back, rows.device) if from_default else nullcontext
     if noise is not None:
         noise.begin()
     with stats.phase("prefill"):

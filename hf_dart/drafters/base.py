@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
@@ -46,6 +46,13 @@ class Verified(NamedTuple):
     next_tokens: Tensor
     counts: Tensor
 
+    def padded(self, width: int) -> Verified:
+        """Add entries that are not real, up to `width` of them."""
+        more = width - self.next_tokens.shape[1]
+        added = [(0, 0) * (part.ndim - 2) + (0, more) for part in self[:2]]
+        features, tokens = (nn.functional.pad(part, sizes) for part, sizes in zip(self[:2], added, strict=True))
+        return Verified(features, tokens, self.counts)
+
     def parts(self, size: int | None = None) -> Iterator[Verified]:
         """Yield the same positions in parts of `size` entries (`AT_ONCE` if left out)."""
         size = size or AT_ONCE
@@ -83,6 +90,21 @@ class Proposal:
     logits: Tensor
     hidden: Tensor
     vocabulary: Tensor | None = None
+
+    def row(self, row: int) -> Self:
+        """Return the draft of one row."""
+        return replace(self, **{name: getattr(self, name)[row : row + 1] for name in self._of_rows()})
+
+    @classmethod
+    def joint(cls, drafts: list[Self]) -> Self:
+        """Return the draft of the rows of several, which score the same tokens."""
+        like = drafts[0]
+        parts = {name: torch.cat([getattr(draft, name) for draft in drafts]) for name in like._of_rows()}
+        return replace(like, **parts)
+
+    def _of_rows(self) -> list[str]:
+        """Names of the fields that have a row for each text."""
+        return [one.name for one in fields(self) if one.name != "vocabulary"]
 
     def within(self, vocab_size: int) -> Self:
         """Fit the proposal to a target with V logits, where a drafter's own table has more or fewer padding rows."""

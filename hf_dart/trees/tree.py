@@ -50,6 +50,13 @@ class DraftTree:
         scores = None if scores is None else scores.to(device)
         return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
 
+    def row(self, row: int) -> DraftTree:
+        """Return the tree of one row."""
+        tensors = (self.tokens, self.parents, self.depths, self.ancestors)
+        tokens, parents, depths, ancestors = (tensor[row : row + 1] for tensor in tensors)
+        scores = None if self.scores is None else self.scores[row : row + 1]
+        return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
+
     def padded(self, size: int) -> DraftTree:
         """Add empty nodes up to `size`; they attend to themselves alone and match nothing."""
         more = size - self.size
