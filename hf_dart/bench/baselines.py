@@ -12,7 +12,7 @@ from transformers import CompileConfig
 from hf_dart.bench.pair import Pair, shown_name
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.engine import compile
-from hf_dart.errors import UserError, as_user_error
+from hf_dart.errors import UserError
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import OURS, STOCK
 
@@ -68,19 +68,6 @@ def methods(
         name = f"{OURS}, {shown_name(drafter.name_or_path)}"
         found[f"{OURS}, {drafter.name_or_path}" if name in found else name] = {"assistant": drafter}
     return found
-
-
-def load_assistant(path: str, pair: Pair) -> Any:
-    """Load a small causal LM with the target's tokenizer, in the target's dtype and on its device.
-
-    Raises:
-        UserError: it cannot be loaded.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with as_user_error(Exception, about=f"Cannot load the assistant model {path!r}"):  # as in load_target
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=pair.model.dtype)
-    return model.to(pair.model.device).eval()
 
 
 def takes(options: dict[str, Any], batch: int, mode: dict[str, Any]) -> bool:

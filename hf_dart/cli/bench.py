@@ -56,6 +56,8 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     common.check_file(arguments.json)
+    from transformers import AutoModelForCausalLM
+
     from hf_dart.bench import baselines, report, speed
     from hf_dart.view import tables
 
@@ -65,7 +67,10 @@ def _run(arguments: argparse.Namespace) -> int:
     modes = dict(zip(_MODES, speed.MODES.items(), strict=True))
     wanted = dict(modes[name] for name in arguments.modes or _MODES)
     pair = common.load(arguments)
-    small = None if arguments.assistant_model is None else baselines.load_assistant(arguments.assistant_model, pair)
+    small, path = None, arguments.assistant_model
+    if path is not None:
+        with as_user_error(Exception, about=f"Cannot load the assistant model {path!r}"):  # as in load_target
+            small = AutoModelForCausalLM.from_pretrained(path, dtype=pair.model.dtype).to(pair.model.device).eval()
     drafters = [load_head(path, pair.model, pair.tokenizer) for path in arguments.drafters]
     methods = baselines.methods(pair, arguments.rivals, small, drafters)
     content = report.circumstances(pair, settings, "", ["hf-dart", *arguments.words])

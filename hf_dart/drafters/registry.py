@@ -19,10 +19,6 @@ from hf_dart.hub.kinds import KINDS, CardTexts, Kind, Names
 Class = TypeVar("Class", bound=type[Any])
 
 
-def _nothing_else(*content: Any) -> None:
-    return None
-
-
 def register(
     name: str,
     *,
@@ -30,8 +26,8 @@ def register(
     trainer: str | None = None,
     variants: dict[str, str] | None = None,
     card: CardTexts | None = None,
-    reads: Callable[[dict[str, Any]], str | None] = _nothing_else,
-    reads_named: Callable[[dict[str, Any], Names], str | None] = _nothing_else,
+    reads: Callable[[dict[str, Any]], str | None] = lambda content: None,
+    reads_named: Callable[[dict[str, Any], Names], str | None] = lambda content, names: None,
 ) -> Callable[[Class], Class]:
     """Make a class of drafters known, as a decorator: to loading, `hf-dart train`, cards, and in `hf_dart`.
 

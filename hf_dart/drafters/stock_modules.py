@@ -12,14 +12,11 @@ from weakref import WeakSet
 
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.cache.stock_layers import SIMPLE_LAYERS
 from hf_dart.drafters import hooks
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.cost import relative_cost
-from hf_dart.models.verify import MaskKind, mask_kinds
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -85,18 +82,3 @@ class StockDrafter(BeamDrafter[ModuleCache]):
 
     def begin(self, batch_size: int, capacity: int) -> ModuleCache:
         return ModuleCache.of_layers(self._layers, batch_size, capacity + self.beam * self.draft_length)
-
-
-def attention_kinds(model: PreTrainedModel) -> tuple[int, list[MaskKind]]:
-    """Return the number of layers of a language model, and their kinds.
-
-    Raises:
-        ValueError: some keep more than keys and values.
-    """
-    empty = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if not empty.layers or any(type(layer) not in SIMPLE_LAYERS for layer in empty.layers):
-        raise ValueError(
-            f"{type(model).__name__} keeps more of a text than keys and values, or nothing, and cannot draft; give a "
-            "language model of attention layers."
-        )
-    return len(empty.layers), mask_kinds(model, empty)

@@ -152,14 +152,15 @@ def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
             f"{file.name} in {path} is damaged or holds more than tensors by their names, as torch.save writes them; "
             "convert it to safetensors with the code that wrote it, or fetch it again."
         ) from error
+    # What is read has memory of its own: that of the file stays mapped.
     return {
-        name: StoredTensor(tuple(one.shape), _DTYPES[one.dtype], partial(_copied, one)) for name, one in content.items()
+        name: StoredTensor(
+            tuple(one.shape),
+            _DTYPES[one.dtype],
+            partial(torch.clone, one.detach(), memory_format=torch.contiguous_format),
+        )
+        for name, one in content.items()
     }
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """Return the tensor in memory of its own: that of the file stays mapped."""
-    return tensor.detach().clone().contiguous()
 
 
 def _plain(value: Any) -> bool:

@@ -45,7 +45,12 @@ def refuse_target(model: PreTrainedModel) -> None:
     why = _FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
     if why is not None:
         raise ValueError(f"{type(model).__name__} {why}; call generate without assistant=.")
-    _refuse_activated_adapters(model)
+    adapters = getattr(model, "peft_config", {}).values()
+    if any(getattr(one, "alora_invocation_tokens", None) is not None for one in adapters):
+        raise ValueError(
+            "An aLoRA adapter works from its invocation tokens on, which it does not find in a token tree; call "
+            "generate without assistant=."
+        )
     if drops_out(model):
         raise ValueError(
             "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
@@ -80,16 +85,6 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     for part in found:
         found.extend(inner for inner in part._modules.values() if inner is not None)
     return found
-
-
-def _refuse_activated_adapters(model: PreTrainedModel) -> None:
-    """Refuse activated LoRA, which adapts a number of last tokens of a forward, not the nodes of a tree."""
-    for config in getattr(model, "peft_config", {}).values():
-        if getattr(config, "alora_invocation_tokens", None) is not None:
-            raise ValueError(
-                "An aLoRA adapter works from its invocation tokens on, which it does not find in a token tree; call "
-                "generate without assistant=."
-            )
 
 
 def refuse_cache(cache: Any) -> Cache:

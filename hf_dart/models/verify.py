@@ -100,7 +100,9 @@ class Verifier:
         self._skips_masks = self.attention.own != "eager"
         stateful = isinstance(cache.cache, StatefulCache)
         self.mixers = mixers_of(target) if stateful else []
-        self._maskless: dict[str, Any] = dict.fromkeys(maskless_kinds(target, kinds)) if stateful else {}
+        # Keys of the mask dict that are of no attention layer: of trees, layers with running states need no mask.
+        other = {*_layer_types(target), "linear_attention"} - {kind.name for kind in kinds}
+        self._maskless: dict[str, Any] = dict.fromkeys(sorted(other)) if stateful else {}
         self._no_masks = dict.fromkeys(kind.name for kind in kinds) | self._maskless if len(kinds) > 1 else None
 
     def depth_room(self) -> list[int]:
@@ -244,11 +246,6 @@ def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
             name = layer_types[index]
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())
-
-
-def maskless_kinds(target: PreTrainedModel, kinds: list[MaskKind]) -> list[str]:
-    """Keys of the model's mask dict that are of no attention layer: of trees, layers with running states need none."""
-    return sorted({*_layer_types(target), "linear_attention"} - {kind.name for kind in kinds})
 
 
 def _layer_types(target: PreTrainedModel) -> list[str]:

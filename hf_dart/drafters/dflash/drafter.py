@@ -23,7 +23,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.dflash.configuration import DFlashConfig
-from hf_dart.drafters.dflash.modeling import DFlashLayer, selector_of
+from hf_dart.drafters.dflash.modeling import DFlashLayer, MarkovSelector, PairSelector
 from hf_dart.drafters.layers import memory, rotation_by
 from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
@@ -65,7 +65,12 @@ class DFlashDrafter(TrainedDrafter):
         self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         scored = given.draft_vocab_size
         self.lm_head = None if scored is None else nn.Linear(shape.hidden_size, scored, bias=False)
-        self.selector = None if given.selector is None else selector_of(given, *given.selector)
+        self.selector: PairSelector | MarkovSelector | None = None
+        if given.selector is not None:
+            kind, rank = given.selector
+            assert given.vocab_size is not None  # the formats that have selectors say it
+            sizes = (shape.hidden_size, given.vocab_size, scored or given.vocab_size, rank)
+            self.selector = PairSelector(*sizes) if kind == "pairs" else MarkovSelector(*sizes, gated=kind == "gated")
         # No buffer: a change of dtype must not round them.
         with torch.device("cpu"):
             rotary = Qwen3RotaryEmbedding(shape)

@@ -148,13 +148,3 @@ class MarkovSelector(nn.Module):
             wide = hidden[:, :, None].expand(-1, -1, phi.shape[2], -1)
             phi = phi * torch.sigmoid(self.gate_proj(torch.cat([wide, phi], dim=-1)))
         return phi @ self.markov_w2.weight[candidates].transpose(-1, -2)
-
-
-def selector_of(config: DFlashShape, kind: str, rank: int) -> PairSelector | MarkovSelector:
-    """Make the selector of that kind, as `DFlashShape.selector` names it."""
-    vocabulary = config.vocab_size
-    assert vocabulary is not None  # the formats that have selectors say it
-    scored = config.draft_vocab_size or vocabulary
-    if kind == "pairs":
-        return PairSelector(config.backbone.hidden_size, vocabulary, scored, rank)
-    return MarkovSelector(config.backbone.hidden_size, vocabulary, scored, rank, gated=kind == "gated")

@@ -15,13 +15,15 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf_dart.cache.stock_layers import SIMPLE_LAYERS
 from hf_dart.drafters.beams import View
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.cost import model_sizes
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, attention_kinds
+from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.mtp_module import module_count
@@ -32,6 +34,7 @@ from hf_dart.models.positions import position_limit
 from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.models.tokenizers import tokenizer_beside, vocabulary_hash
 from hf_dart.models.trial import check_verification
+from hf_dart.models.verify import mask_kinds
 from hf_dart.trees.config import TreeConfig
 
 _ITSELF = "The target cannot be its own draft, which would cost what it saves; give a smaller model."
@@ -74,11 +77,17 @@ class LanguageModelDrafter(StockDrafter):
     ) -> None:
         if unwrapped(model) is unwrapped(target):
             raise ValueError(_ITSELF)
-        layers, self._kinds = attention_kinds(model)
-        super().__init__(layers, draft_length, beam, tree_config)
+        text = model.config.get_text_config(decoder=True)
+        empty = DynamicCache(config=text)
+        if not empty.layers or any(type(layer) not in SIMPLE_LAYERS for layer in empty.layers):
+            raise ValueError(
+                f"{type(model).__name__} keeps more of a text than keys and values, or nothing, and cannot draft; give "
+                "a language model of attention layers."
+            )
+        super().__init__(len(empty.layers), draft_length, beam, tree_config)
+        self._kinds = mask_kinds(model, empty)
         self.model = model.eval()
         check_verification(model)
-        text = model.config.get_text_config(decoder=True)
         known = (text.pad_token_id, text.bos_token_id, text.eos_token_id, 0)
         # Read in place of tokens for which the model has no embeddings.
         self._unknown = next(token for token in known if isinstance(token, int) and token >= 0)
