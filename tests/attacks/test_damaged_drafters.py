@@ -12,25 +12,11 @@ from peft import LoraConfig
 from support.attacks import attack, damaged, seeds, survives
 from support.checkpoints import save
 from support.compare import assert_identical
-from support.eagle3 import (
-    MODELOPT,
-    ORIGINAL,
-    SPECULATORS,
-    eagle3_config,
-    eagle3_tensors,
-    original_checkpoint,
-    variant,
-)
+from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, original_checkpoint, variant
 from support.guests import ASSISTANT, ZLAB, dflash_checkpoint
 from support.modules import with_module
 from support.relatives import relative
-from support.tiny import (
-    prompts,
-    tiny_diffusion_drafter,
-    tiny_eagle_drafter,
-    tiny_head,
-    tiny_target,
-)
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import DartHead, DFlashDrafter, LanguageModelDrafter, MtpDrafter, TreeConfig, load_drafter
 

@@ -15,12 +15,7 @@ from support.cases import replay
 from support.compare import assert_identical, run, snapshot
 from support.tiny import prompts, tiny_head, tiny_target
 from support.users import TOKENIZER, Listener
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    StopStringCriteria,
-    pipeline,
-)
+from transformers import GenerationConfig, PreTrainedTokenizerFast, StopStringCriteria, pipeline
 
 from hf_dart import DartHead, LookupDrafter, TreeConfig, attach, detach, load_drafter
 

@@ -300,15 +300,3 @@ def test_a_call_without_a_listener(pair: tuple[Any, DartHead]) -> None:
     reached = [index for index, state in enumerate(states) if torch.equal(state, torch.get_rng_state())]
     assert reached[0] > 1
     assert_identical(target, head, inputs, **SAMPLED)
-
-
-def test_a_failing_drafter(pair: tuple[Any, DartHead]) -> None:
-    target, head = pair
-    inputs = prompts(RAGGED)
-    text = run(target, inputs, 0, **SAMPLED).sequences
-    for name, call in (("propose", 1), ("propose", 4), ("extend", 1), ("begin", 1)):
-        cache, listener = DynamicCache(config=target.config), Listener()
-        with out_of_memory(DartHead, name, call), pytest.raises(torch.OutOfMemoryError):
-            run(target, inputs, 0, **{CACHE: cache}, streamer=listener, assistant=head, **SAMPLED)
-        assert_goes_on(target, cache, inputs, text, listener.tokens, **SAMPLED, assistant=head)
-        assert_identical(target, head, inputs, **SAMPLED)

@@ -20,14 +20,7 @@ from support.guests import dflash_drafter
 from support.interruptions import interrupt
 from support.modules import with_module
 from support.sentences import refused
-from support.tiny import (
-    nearly,
-    prompts,
-    tiny_diffusion_drafter,
-    tiny_eagle_drafter,
-    tiny_head,
-    tiny_target,
-)
+from support.tiny import nearly, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
 from surveys import matrix
 
@@ -112,9 +105,7 @@ def compare_with_stock(family: str, attention: str, kind: str, modes: list[str])
 
 @pytest.mark.parametrize(("size", "tree", "beam"), TREES)
 @pytest.mark.parametrize("kind", MAKERS)
-def test_trees(
-    pairs: Any, kind: str, size: int, tree: TreeConfig, beam: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trees(pairs: Any, kind: str, size: int, tree: TreeConfig, beam: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pairs(kind)[1], "beam", beam, raising=False)
     for mode in (GREEDY, SAMPLED):
         assert_identical(*pairs(kind), batch(size, "sdpa"), **mode, tree_config=tree, into=TALLIES[kind])
@@ -191,9 +182,7 @@ OTHERS = [({"hidden_size": 64}, "hidden size"), ({"num_hidden_layers": 3}, "laye
     ("kind", "changed", "word"),
     [(kind, *other) for kind in ("dart", "eagle") for other in OTHERS] + [("diffusion", *OTHERS[-1])],
 )
-def test_another_target_is_refused(
-    pairs: Any, tmp_path: Path, kind: str, changed: dict[str, int], word: str
-) -> None:
+def test_another_target_is_refused(pairs: Any, tmp_path: Path, kind: str, changed: dict[str, int], word: str) -> None:
     """A diffusion drafter reads no hidden states: any target of its vocabulary will do."""
     target, drafter = pairs(kind)
     drafter.save_pretrained(tmp_path)

@@ -76,9 +76,7 @@ def padded(rows: list[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_turns_go_on_with_what_was_read(
-    family: str, taken_up: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_turns_go_on_with_what_was_read(family: str, taken_up: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """And after a turn of stock's the model reads the cached text, too, piece by piece."""
     monkeypatch.setattr(base, "AT_ONCE", 5)
     target = tiny_target(family)

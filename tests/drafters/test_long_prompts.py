@@ -80,9 +80,7 @@ def test_drafts_are_those_of_a_text_taken_in_at_once(
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_nothing_grows_with_the_square_of_the_text(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_grows_with_the_square_of_the_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, length = DRAFTERS[name](tmp_path), 320
     taken = text(drafter, [length], 0)
     sizes = []

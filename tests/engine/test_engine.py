@@ -167,21 +167,6 @@ def test_modules_that_count(pair: tuple[Any, Any]) -> None:
     assert made.tiers == before
 
 
-def test_what_is_no_number_stays_in_its_call(pair: tuple[Any, Any]) -> None:
-    """Buffers outlive a call; what a shorter text does not overwrite in them must not reach it."""
-    target, head = pair
-    made = engine(target, head)
-    assert_identical(target, head, prompts([7]), **GREEDY)
-    weight = target.model.layers[0].mlp.down_proj.weight
-    before = weight.detach().clone()
-    with torch.no_grad():
-        weight.fill_(torch.nan)
-        target.generate(**prompts([7]), assistant=head, **GREEDY)
-        weight.copy_(before)
-    assert_identical(target, head, prompts([4]), **GREEDY)
-    assert len(made.tiers) == 1
-
-
 def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread calls the target in the middle of a captured round: stock's and the eager round's as ever."""
     target, head = pair

@@ -1,4 +1,4 @@
-"""What cannot be captured is told before a capture is begun; and nothing of a round is of that kind."""
+"""What cannot be captured is told before a capture is begun."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from support.cases import batch
-from support.tiny import tiny_head, tiny_target
 from torch import Tensor
 
-import hf_dart
 from hf_dart.engine.graphs import Launch, NoHost, Pool
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
@@ -101,32 +98,3 @@ def test_what_does_not() -> None:
         found = torch.where(x > 3, x, -1.0).sort(-1).values.cumsum(-1)
         x.copy_(found)
     assert x[0, 0] == -3 or x.isfinite().all()
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_parts_of_a_round(size: int) -> None:
-    """As they are written."""
-    target = tiny_target("qwen3")
-    head = tiny_head(target, selector_rank=4)
-    made = hf_dart.compile(target, head, backend=None, first_tier=64)
-    target.generate(**batch(size, "sdpa"), assistant=head, do_sample=False, max_new_tokens=8)
-    (tier,) = made.tiers
-    assert len(tier.forwards) > 1
-    with NoHost():
-        for forward in tier.forwards.values():
-            forward.verifier.cache.prepare(forward.nodes)
-            forward.launch()
-        for draft in tier.drafts.values():
-            draft.launch()
-
-
-def test_a_target_that_asks() -> None:
-    """Experts in a loop are looked for by the host, which reads how many tokens each has."""
-    target = tiny_target("qwen3_moe")
-    head = tiny_head(target)
-    made = hf_dart.compile(target, head, backend=None, first_tier=64)
-    target.generate(**batch(1, "sdpa"), assistant=head, do_sample=False, max_new_tokens=4)
-    (tier,) = made.tiers
-    assert tier is not None
-    with pytest.raises(RuntimeError, match="asks the host"), NoHost():
-        tier.forwards[1].launch()

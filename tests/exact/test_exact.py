@@ -12,9 +12,7 @@ import torch
 from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
 from support.tiny import WINDOW, prompts, tiny_head, tiny_target
-from transformers import (
-    DynamicCache,
-)
+from transformers import DynamicCache
 
 from hf_dart import TreeConfig
 from hf_dart.models.stock_steps import CACHE

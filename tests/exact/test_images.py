@@ -17,13 +17,7 @@ from support.families import needs_running_states
 from support.modules import with_module
 from support.multimodal import MULTIMODAL, TEXT, after_images, image_inputs, multimodal_target
 from support.sentences import refused
-from support.tiny import (
-    VOCABULARY,
-    ReplayDrafter,
-    tiny_diffusion_drafter,
-    tiny_eagle_drafter,
-    tiny_head,
-)
+from support.tiny import VOCABULARY, ReplayDrafter, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
 from surveys.multimodal_classes import classes_with_media, examine
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor

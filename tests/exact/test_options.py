@@ -17,15 +17,7 @@ from support import drawn
 from support.called import Tallies, failures_of
 from support.cases import SAMPLERS, replay
 from support.compare import assert_identical, run, same
-from support.tiny import (
-    PAD,
-    VOCABULARY,
-    prompts,
-    tiny_diffusion_drafter,
-    tiny_eagle_drafter,
-    tiny_head,
-    tiny_target,
-)
+from support.tiny import PAD, VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
 from transformers import (
     DynamicCache,

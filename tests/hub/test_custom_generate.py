@@ -13,11 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from support.tiny import (
-    prompts,
-    tiny_head,
-    tiny_target,
-)
+from support.tiny import prompts, tiny_head, tiny_target
 from transformers import AutoModelForCausalLM
 
 from hf_dart import TreeConfig, detach, load_once

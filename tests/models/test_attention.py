@@ -32,13 +32,7 @@ from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.engines import engine
 from support.sentences import refused
-from support.tiny import (
-    prompts,
-    tiny_diffusion_drafter,
-    tiny_eagle_drafter,
-    tiny_head,
-    tiny_target,
-)
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward

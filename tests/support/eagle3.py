@@ -11,15 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.checkpoints import (
-    Plain,
-    changed,
-    draft_vocabulary,
-    layer_shapes,
-    random_weights,
-    save,
-    speculators_fields,
-)
+from support.checkpoints import Plain, changed, draft_vocabulary, layer_shapes, random_weights, save, speculators_fields
 
 ORIGINAL, SPECULATORS, MODELOPT = "original", "speculators", "modelopt"
 LLAMA3 = {
@@ -255,9 +247,7 @@ def joined_tensors(config: dict[str, Any], target: Any) -> dict[str, Tensor]:
         tensors[name] = tensors[name][:, : config["hidden_size"]].clone()
     # Queries, keys and values alone have biases there.
     # Nothing norms what goes into the LM head: smaller weights keep log-probabilities in the usual range.
-    tensors = {
-        name: one if "norm" in name else 0.6 * one for name, one in tensors.items() if "o_proj.bias" not in name
-    }
+    tensors = {name: one if "norm" in name else 0.6 * one for name, one in tensors.items() if "o_proj.bias" not in name}
     table = target.get_input_embeddings().weight.detach().double().clone()
     return {**tensors, "embed_tokens.weight": table}
 
