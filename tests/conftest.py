@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -73,6 +74,24 @@ def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
     monkeypatch.setattr(session, "resume_state", watched)
     return answers
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Let all calls of a function be noted from here on: `noted(owner, name, lambda *arguments: note)`."""
+
+    def note_calls(owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
+        plain, notes = getattr(owner, name), list[Any]()
+
+        @functools.wraps(plain)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            notes.append(note(*args, **kwargs))
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+        return notes
+
+    return note_calls
 
 
 @pytest.fixture

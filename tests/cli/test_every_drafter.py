@@ -14,7 +14,6 @@ from support.relatives import relative
 from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart.cli import main
-from hf_dart.hub.loading import PACKAGED_TARGET
 
 OURS = {"dart": tiny_head, "eagle": tiny_eagle_drafter, "diffusion": tiny_diffusion_drafter}
 EAGLES = ("EAGLE-1", "original, draft vocabulary", "modelopt", "speculators, 0.9's defaults", "peagle, one norm")
@@ -97,15 +96,3 @@ def test_commands_of_the_targets_own_module(tmp_path: Path, capsys: pytest.Captu
     assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "dart", "--target", str(folder)]) == 2
     assert "is a MtpDrafter, which that format has no place for" in capsys.readouterr().err
     assert main(["push", str(folder), "me/head", "--dry-run", str(tmp_path / "pushed")]) == 2
-
-
-@pytest.mark.matrix
-def test_a_peagle_head_for_the_packaged_target_is_trained_exported_and_read(tmp_path: Path) -> None:
-    """No id of its vocabulary is without a token: the pad stands in for the mask."""
-    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n\n" * 300)
-    words = ["train", "--mask_mode", "peagle", "--train_data", str(tmp_path / "text.txt"), "--max_steps", "2"]
-    words += ["--max_length", "65", "--draft_length", "4", "--use_cpu", "True", "--report_to", "none"]
-    assert main([*words, "--output_dir", str(tmp_path / "run")]) == 0
-    assert main(["convert", str(tmp_path / "run" / "final"), str(tmp_path / "theirs"), "--to", "vllm"]) == 0
-    given = ["--target", str(PACKAGED_TARGET), "--head", str(tmp_path / "theirs")]
-    assert main(["generate", *given, "--max-new-tokens", "8", "def f("]) == 0

@@ -171,17 +171,6 @@ def test_pipeline(target: Any, head: DartHead) -> None:
     assert drafted(head)
 
 
-def test_generation_config_of_the_call_and_of_the_model(target: Any, head: DartHead) -> None:
-    config = GenerationConfig(max_new_tokens=12, do_sample=True, top_k=7, temperature=0.8, eos_token_id=[3, 5])
-    kept = config.to_dict()
-    assert_identical(target, head, INPUTS, generation_config=config, pad_token_id=0)
-    assert config.to_dict() == kept
-    target.generation_config = GenerationConfig(max_new_tokens=9, eos_token_id=[4, 8], pad_token_id=0)
-    stock, _ = assert_identical(target, head, prompts([9, 3, 7, 12]))
-    assert stock.sequences.shape[1] <= 12 + 9
-    assert_identical(target, head, {"inputs": INPUTS["input_ids"]})  # no mask
-
-
 class AlsoStops(StopStringCriteria):
     """Stands beside stock's."""
 

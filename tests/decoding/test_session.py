@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
-from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartHead, attach
 from hf_dart.decoding.session import joined
@@ -44,17 +44,9 @@ def test_processors_that_sample_texts_themselves(target: Any, head: DartHead) ->
         assert torch.equal(ours.state, runs[0].state)
 
 
-class Draws(BaseStreamer):
-    """Does something at every token."""
-
-    def __init__(self, what: Any) -> None:
-        self.what = what
-
-    def put(self, value: Tensor) -> None:
-        self.what()
-
-    def end(self) -> None:
-        """Nothing to do."""
+def streamer(what: Any) -> Any:
+    """One that does something at every token."""
+    return SimpleNamespace(put=lambda value: what(), end=lambda: None)
 
 
 def test_streamers_that_draw(target: Any, head: DartHead) -> None:
@@ -68,7 +60,7 @@ def test_streamers_that_draw(target: Any, head: DartHead) -> None:
         lambda: torch.rand(3, generator=own),
         lambda: target.generate(**INPUTS, do_sample=False, max_new_tokens=2, assistant=head),
     ):
-        assert_identical(target, head, INPUTS, **sampled, streamer=Draws(what))
+        assert_identical(target, head, INPUTS, **sampled, streamer=streamer(what))
 
 
 class DrawnDrafts(ReplayDrafter):
@@ -153,7 +145,7 @@ def test_observers_are_told_of_calls_that_fail(target: Any) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        target.generate(**INPUTS, **SAMPLED, assistant=drafter, streamer=Draws(fails))
+        target.generate(**INPUTS, **SAMPLED, assistant=drafter, streamer=streamer(fails))
     assert calls[-1].ends == [False]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -119,26 +118,17 @@ def test_the_next_turn_drafts_as_if_it_had_read_all(
     assert_drafts_as_if_it_had_read_all(*pair, kind, lengths, mode, taken_up)
 
 
-def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], noted: Any) -> None:
     """Neither a draft that goes on nor one that starts again reads the cached prefix again."""
     target, head = pair
-    read: list[int] = []
-    forward = type(target).forward
-
-    @functools.wraps(forward)
-    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        read.append(kwargs["input_ids"].shape[1])
-        return forward(self, *args, **kwargs)
-
+    read = noted(type(target), "forward", lambda *_, **given: given["input_ids"].shape[1])
     for first in (head, None):
         cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
         options = MODES["greedy"] if first is None else {**MODES["greedy"], "assistant": first}
         inputs = next_turn_of(inputs, run(target, inputs, 0, **{CACHE: cache}, **options).sequences)
-        with monkeypatch.context() as patched:
-            patched.setattr(type(target), "forward", counted)
-            check_verification(target, rows=len(RAGGED), padded=True)
-            read.clear()
-            run(target, inputs, 0, **{CACHE: cache}, assistant=head, **MODES["greedy"])
+        check_verification(target, rows=len(RAGGED), padded=True)
+        read.clear()
+        run(target, inputs, 0, **{CACHE: cache}, assistant=head, **MODES["greedy"])
         assert read[0] == 5  # the last token of the first turn and four new ones
         assert len(read) == 1 + head.last_stats.rounds
 

@@ -12,18 +12,17 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from support import tiny_training
-from support.compare import assert_identical, run, tally
+from support.compare import assert_identical, tally
 from support.heads import drafts, shaken
 from support.hub import Hub
 from support.hub import hub as hub
 from support.sentences import one_sentence, refused
 from support.tiny import prompts, tiny_head, tiny_target
 from support.tiny_training import tiny_trainer, token_rows
-from transformers import DynamicCache, HfArgumentParser
+from transformers import HfArgumentParser
 
 from hf_dart import DartHead
 from hf_dart.hub.publish import write_folder
-from hf_dart.models.stock_steps import CACHE
 from hf_dart.training.lora import LoraArguments, apply_lora
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
 
@@ -184,20 +183,6 @@ def test_adapters_are_switched_at_run_time(target: Any, base: str, tmp_path: Pat
         refused(lambda clash=clash: head.add_adapter(LoraConfig(**clash), "clash"), ValueError, "PEFT can put on")
     head.set_adapter("danish")
     assert torch.equal(drafts(head), alone["danish"])
-
-
-def test_an_adapter_is_switched_in_mid_conversation(target: Any, base: str, tmp_path: Path) -> None:
-    head = DartHead.from_pretrained(adapter(target, base, tmp_path / "one"), target=target)
-    head.load_adapter(adapter(target, base, tmp_path / "two", seed=2), "two")
-    caches = [DynamicCache(config=target.config) for _ in range(2)]
-    inputs: Any = prompts([9])
-    for turn, name in enumerate(("default", "two", "default")):
-        head.set_adapter(name)
-        stock = run(target, inputs, turn, **{CACHE: caches[0]}, **SAMPLED)
-        ours = run(target, inputs, turn, **{CACHE: caches[1]}, assistant=head, **SAMPLED)
-        assert torch.equal(ours.sequences, stock.sequences)
-        more = torch.cat([stock.sequences, prompts([3], seed=turn)["input_ids"]], dim=1)
-        inputs = {"input_ids": more, "attention_mask": torch.ones_like(more)}
 
 
 def test_dropout_of_lora_never_moves_the_generator(target: Any, base: str, tmp_path: Path) -> None:

@@ -246,20 +246,12 @@ def test_exact_matrix(target: Any, mode: str, shape: dict[str, Any], lengths: li
     check_exact(model, editing_head(model, **shape), prompts(lengths), (0, 1, 2, 3), max_new_tokens=24, **MODES[mode])
 
 
-def test_refine_may_stand_in_the_heads_tree(target: Any) -> None:
+def test_refine_may_stand_in_the_heads_tree(target: Any, noted: Any) -> None:
     model = attach(target)
     head = editing_head(model, tree={"nodes": 8, "refine": 1})
     assert head.tree_config.refine == 1
     inputs = prompts([7])
-    seen = []
-    refine = DartHead.refine
-
-    class Watched(DartHead):
-        def refine(self, *args: Any) -> Proposal:
-            seen.append(1)
-            return refine(self, *args)
-
-    head.__class__ = Watched
+    seen = noted(DartHead, "refine", lambda *_: None)
     # A draft of one token has nothing to look at.
     for options, passes in (({}, 1), ({"refine": 0}, 0), ({"tree_config": replace(head.tree_config, depth=1)}, 0)):
         seen.clear()

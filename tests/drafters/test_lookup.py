@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -28,19 +27,10 @@ def test_looping_text_is_copied(size: int) -> None:
     assert taus[1] > taus[0] + 0.1
 
 
-def test_no_head_asks_for_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_head_asks_for_no_hidden_states(noted: Any) -> None:
     target = attach(tiny_target("llama"))
-    drafter = LookupDrafter()
-    asked: list[Any] = []
-    plain = type(target).forward
-
-    @functools.wraps(plain)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked.append(kwargs.get("output_hidden_states"))
-        return plain(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(target), "forward", forward)
-    target.generate(**prompts([7]), **GREEDY, assistant=drafter)
+    asked = noted(type(target), "forward", lambda *args, **kwargs: kwargs.get("output_hidden_states"))
+    target.generate(**prompts([7]), **GREEDY, assistant=LookupDrafter())
     assert len(asked) > 1
     assert not any(asked)
 

@@ -65,11 +65,9 @@ def test_turns_over_one_cache(family: str, kind: str, lengths: list[int], mode: 
     assert_turns_are_stocks(family, kind, lengths, mode)
 
 
-def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_ran_on_are_brought_back(noted: Any) -> None:
     """Without end tokens, rows that have stopped run on until the others have: farther than stock's cache goes."""
-    went_back: list[Any] = []
-    plain = RunningStates.back_to_prompt
-    monkeypatch.setattr(RunningStates, "back_to_prompt", lambda its, rows: (went_back.append(rows), plain(its, rows)))
+    went_back = noted(RunningStates, "back_to_prompt", lambda _, rows: rows)
     target = attach(tiny_target("lfm3"))
     head, inputs, stop = tiny_head(target), prompts(RAGGED), {"do_sample": False, "max_new_tokens": 24}
     known = replay(target, inputs, misses=[0.0, 0.9, 0.0, 0.5], **stop)

@@ -313,17 +313,10 @@ def test_penalties_of_each_rows_prompt(llama: tuple[Any, Any]) -> None:
 
 
 @pytest.mark.parametrize("known", [None, 2], ids=["stock's", "a prompt that does not count"])
-def test_a_penalty_sees_one_row(llama: tuple[Any, Any], known: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_sees_one_row(llama: tuple[Any, Any], known: int | None, noted: Any) -> None:
     """Not the whole batch for each of its rows."""
     target, head = llama
-    seen = []
-    plain = RepetitionPenaltyLogitsProcessor.__call__
-
-    def call(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
-        seen.append(len(scores))
-        return plain(self, ids, scores)
-
-    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", call)
+    seen = noted(RepetitionPenaltyLogitsProcessor, "__call__", lambda _, ids, scores: len(scores))
     penalty = (
         {"repetition_penalty": 1.3}
         if known is None

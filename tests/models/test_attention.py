@@ -287,18 +287,11 @@ def test_other_threads_see_the_users_kernel() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen3", "falcon"])
-def test_trees_read_keys_where_they_lie(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_read_keys_where_they_lie(family: str, noted: Any) -> None:
     """Also of classes that do something else where their attention has another name than "sdpa"."""
     target = tiny_target(family)
     head = tiny_head(target)
-    packed: list[int] = []
-    attend = attention.attend_in_groups
-
-    def noted(query: Any, *args: Any) -> Any:
-        packed.append(query.shape[2])
-        return attend(query, *args)
-
-    monkeypatch.setattr(attention, "attend_in_groups", noted)
+    packed = noted(attention, "attend_in_groups", lambda query, *_: query.shape[2])
     assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **GREEDY)
     assert bool(packed) == (family == "qwen3")
     assert target.config._attn_implementation == "sdpa"
