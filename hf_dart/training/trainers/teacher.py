@@ -29,6 +29,9 @@ from hf_dart.training.trainers.drafts import Goals, as_columns
 _HELD = 2**26
 """Logits of whole distributions that are held at a time, as far as one row of the batch allows: 256 MiB in float32."""
 
+_AT_ONCE = 16
+"""Whole distributions whose log-sums are taken at a time."""
+
 
 class Teacher:
     """A target in evaluation mode, whose weights stay as they are.
@@ -185,8 +188,11 @@ class Teacher:
         if vocabulary is None:
             return Goals(places, logits, None, best)
         own = logits[:, vocabulary]
-        others = logits.to(torch.promote_types(logits.dtype, torch.float32)).index_fill_(-1, vocabulary, -torch.inf)
-        return Goals(places, own, others.logsumexp(-1), as_columns(best, vocabulary, len(vocabulary)))
+        logits.index_fill_(-1, vocabulary, -torch.inf)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        # A few at a time stay in a processor's cache.
+        others = torch.cat([part.to(wide).logsumexp(-1) for part in logits.split(_AT_ONCE)])
+        return Goals(places, own, others, as_columns(best, vocabulary, len(vocabulary)))
 
     def _features_of(self, output: Any, ids: Tensor) -> Tensor:
         features = gather_features(output, self.drafter.feature_layers, ids)
