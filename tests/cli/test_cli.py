@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.chats import THINKING, chat_tokenizer
+from support.sentences import assert_command_says
 
 from hf_dart.bench.exact import Difference, Run, differences
 from hf_dart.bench.pair import load_pair
@@ -116,13 +117,7 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 2
-    shown = capsys.readouterr()
-    assert says in shown.err
-    assert shown.err.startswith("hf-dart: ")
-    assert shown.err.count("\n") == 1
-    assert "Traceback" not in shown.err
-    assert not shown.out
+    assert_command_says(words, says, capsys)
 
 
 def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(tmp_path: Path) -> None:

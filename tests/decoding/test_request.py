@@ -274,25 +274,22 @@ def test_architectures_that_cannot_verify_trees(family: str) -> None:
 @pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache`:FutureWarning")  # by PEFT
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
-def test_soft_prompts(target: Any, head: DartHead, drafting: dict[str, Any], kind: Any) -> None:
-    wrapped = get_peft_model(target, kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (PromptTuningConfig, {"num_virtual_tokens": 3}, "soft prompts"),
+        (PrefixTuningConfig, {"num_virtual_tokens": 3}, "soft prompts"),
+        (LoraConfig, {"target_modules": ["q_proj", "v_proj"], "alora_invocation_tokens": [5, 6]}, "aLoRA"),
+    ],
+)
+def test_adapters_that_trees_do_not_pass(
+    target: Any, head: DartHead, drafting: dict[str, Any], kind: Any, options: dict[str, Any], words: str
+) -> None:
+    wrapped = get_peft_model(target, kind(task_type="CAUSAL_LM", **options)).double().eval()
     plain = run(wrapped, INPUTS, 0, **GREEDY).sequences
-    refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, "soft prompts")
+    refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, words)
     assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, plain)
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-def test_adapters_that_invocation_tokens_switch_on(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
-    adapter = LoraConfig(
-        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[5, 6]
-    )
-    wrapped = get_peft_model(target, adapter).double().eval()
-    plain = run(wrapped, INPUTS, 0, **GREEDY).sequences
-    refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, "aLoRA")
-    assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, plain)
-    assert_identical(wrapped.unload(), head, INPUTS, **GREEDY)
+    assert_identical(wrapped.unload() if kind is LoraConfig else target, head, INPUTS, **GREEDY)
 
 
 @pytest.mark.parametrize(

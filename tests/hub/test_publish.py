@@ -16,6 +16,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig
 from support import tiny_training as training
 from support.hub import Hub, card_of, log_in
+from support.sentences import assert_command_says
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
 
 from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, load_drafter, load_once
@@ -237,11 +238,7 @@ def test_a_dry_run_writes_what_would_be_pushed(
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], says: str, alice: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["push", *words]) == 2
-    shown = capsys.readouterr()
-    assert says in shown.err
-    assert shown.err.startswith("hf-dart: ")
-    assert shown.err.count("\n") == 1
+    assert_command_says(["push", *words], says, capsys)
     assert not alice.repositories
 
 

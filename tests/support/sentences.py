@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from hf_dart.cli import main
+
 
 def one_sentence(error: pytest.ExceptionInfo[BaseException]) -> str:
     message = str(error.value).strip()
@@ -23,6 +25,16 @@ def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exceptio
         call()
     one_sentence(error)
     assert torch.equal(torch.get_rng_state(), state), "a refused call drew noise"
+
+
+def assert_command_says(words: list[str], says: str, shown: pytest.CaptureFixture[str]) -> None:
+    """A command ends with 2, and one sentence on stderr alone."""
+    assert main(words) == 2
+    found = shown.readouterr()
+    assert says in found.err
+    assert found.err.startswith("hf-dart: ")
+    assert found.err.count("\n") == 1
+    assert not found.out
 
 
 def not_read(read: Callable[[], Any], words: str) -> None:
