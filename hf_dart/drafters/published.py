@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import published_license, weight_files
-from hf_dart.interop.eagle3 import JOINED, Published, eagle3_format, read_published, read_weights
+from hf_dart.interop.eagle3 import JOINED, Published, eagle3_format, read_published
 from hf_dart.interop.original_dart import original_format
+from hf_dart.interop.weights import read_weights, renamed
 from hf_dart.models.devices import weight_of
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import vocabulary_hash
@@ -64,13 +65,18 @@ def load_published(
     check_compatible(config, target, tokenizer)
     with torch.device("meta"):  # nothing is allocated by what a config says alone
         drafter = drafter_class(config)
-    names = {name: layers(name) for name in drafter.state_dict()}
-    shapes = {names[name]: tuple(weight.shape) for name, weight in drafter.state_dict().items()}
-    weights = read_weights(published, shapes, files, path)
+    shapes = {name: tuple(weight.shape) for name, weight in drafter.state_dict().items() if name != "draft_vocabulary"}
+    names = {name: renamed(layers(name), published.names) for name in shapes}
+    if (slot := shapes.get("mask_slot.weight")) is not None:
+        shapes["mask_slot.weight"] = (1, *slot) if names["mask_slot.weight"] == "mask_hidden" else slot[1:]
+    sizes = {name: published.fields[name] for name in ("vocab_size", "draft_vocab_size")}
+    weights = read_weights(files, path, names, shapes, **sizes, ignored=published.ignored)
+    if slot is not None:
+        weights["mask_slot.weight"] = weights["mask_slot.weight"].reshape(slot)
     if _same_rows(weights.get("embed_tokens.weight"), target):
-        del weights["embed_tokens.weight"], names["embed_tokens.weight"]
+        del weights["embed_tokens.weight"]
         drafter.embed_tokens, drafter.reads_rows, config.embeddings = None, True, "table"
-    drafter.load_state_dict({name: weights[there] for name, there in names.items()}, assign=True)
+    drafter.load_state_dict(weights, assign=True)
     config.target_name = own_name or config.target_name
     note_origin(config, path, **where)
     return drafter.to(weights["fc.weight"].dtype)

@@ -18,15 +18,12 @@ layers from 0, one less.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_dart.interop import weights
 from hf_dart.interop.decoder_layers import read_rope, read_vocabulary, read_widths, read_windows, scaled_rotation
 from hf_dart.interop.fields import HARMLESS, MANY, Fields
 from hf_dart.models.features import default_feature_layers
@@ -100,7 +97,7 @@ def is_peagle(content: Mapping[str, Any]) -> bool:
 def network_names(
     first: str = "layers.0", deeper_norm: str = "input_layernorm", mask: str = "mask_hidden"
 ) -> dict[str, str]:
-    """Return the renamings (`weights.renamed`) from a network with `layers.N` to that of published heads.
+    """Return the renamings (`interop.weights.renamed`) from a network with `layers.N` to that of published heads.
 
     Args:
         first: what names of tensors of the first layer begin with.
@@ -126,7 +123,7 @@ class Published:
     Attributes:
         fields: of an `EagleConfig` or a `DartConfig`, `feature_layers` in the order in which they are fused;
             `mask_token_id` too for P-EAGLE.
-        names: renamings (`weights.renamed`) of a network with `layers.N` to the names in the file.
+        names: renamings (`interop.weights.renamed`) of a network with `layers.N` to the names in the file.
         ignored: names of tensors that are not used.
     """
 
@@ -232,30 +229,6 @@ def _rotation(layer: Fields, head_dim: int) -> dict[str, Any]:
     longest = layer.integer("max_position_embeddings", 1, MANY, 2048)
     scaled = {} if rotation["rope_type"] == "default" else scaled_rotation(rotation, head_dim, longest)
     return {"rope_theta": rotation["rope_theta"], **scaled}
-
-
-def read_weights(
-    published: Published, shapes: Mapping[str, tuple[int, ...]], files: Iterable[str | Path], path: str
-) -> dict[str, Tensor]:
-    """Return a published head's weights under our names, and `draft_vocabulary` [M] if any.
-
-    Args:
-        shapes: of the weights of the network with `layers.N` by our names.
-        files, path: of the checkpoint.
-
-    Raises:
-        ValueError: they are damaged, contradict themselves or the config.
-    """
-    shapes = {name: shape for name, shape in shapes.items() if name != "draft_vocabulary"}
-    names = {ours: weights.renamed(ours, published.names) for ours in shapes}
-    stored = dict(shapes)
-    if (slot := shapes.get("mask_slot.weight")) is not None:
-        stored["mask_slot.weight"] = (1, *slot) if names["mask_slot.weight"] == "mask_hidden" else slot[1:]
-    sizes = {name: published.fields[name] for name in ("vocab_size", "draft_vocab_size")}
-    found = weights.read_weights(files, path, names, stored, **sizes, ignored=published.ignored)
-    if slot is not None:
-        found["mask_slot.weight"] = found["mask_slot.weight"].reshape(slot)
-    return found
 
 
 def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3")) -> Fields:
