@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.compatibility import check_compatible
+from hf_dart.errors import annotated
 from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import published_license, weight_files
 from hf_dart.interop.eagle3 import JOINED, Published, eagle3_format, read_published
@@ -30,7 +31,6 @@ def load_published(
     tokenizer: Any,
     *,
     read: Callable[..., Published] = read_published,
-    fields_of: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     layers: Callable[[str], str] = str,
     **where: Any,
 ) -> Any:
@@ -42,7 +42,6 @@ def load_published(
         content: of its config.json.
         target, tokenizer, where: as for `TrainedDrafter.from_pretrained`.
         read: what its config.json says, as `read_published` or `read_original` read it.
-        fields_of: from the fields that are read to those of the drafter's config.
         layers: from the name of a weight of the drafter to that in a network with `layers.N`.
 
     Raises:
@@ -57,7 +56,8 @@ def load_published(
         )
     files = weight_files(path, pickled=True, **where)
     published = read(content, weight_shapes(files, path), layer_count(target), path)
-    fields = fields_of(published.fields)
+    known = annotated(drafter_class.config_class)  # P-EAGLE heads feed nothing back, and have no fields for it
+    fields = {name: value for name, value in published.fields.items() if name in known}
     if tokenizer is not None:
         fields["tokenizer_hash"] = vocabulary_hash(tokenizer)
     config = drafter_class.config_class.for_target(target, **fields)

@@ -122,7 +122,7 @@ class Published:
 
     Attributes:
         fields: of an `EagleConfig` or a `DartConfig`, `feature_layers` in the order in which they are fused;
-            `mask_token_id` too for P-EAGLE.
+            `mask_mode` and `mask_token_id` too for P-EAGLE.
         names: renamings (`interop.weights.renamed`) of a network with `layers.N` to the names in the file.
         ignored: names of tensors that are not used.
     """
@@ -179,7 +179,8 @@ def read_published(
     nested.finish()
     described |= read_speculators_config(fields, tuple(_SPECULATORS)) if speculators else {"draft_length": _LEVELS}
     if is_peagle(content):
-        described["mask_token_id"] = fields.integer("mask_token_id", 0, described["vocab_size"] - 1)
+        token = fields.integer("mask_token_id", 0, described["vocab_size"] - 1)
+        described |= {"mask_mode": "peagle", "mask_token_id": token}
     fields.finish((*HARMLESS, *_REMARKS))
     deeper_norms = {name for name in ("input_layernorm", "hidden_norm") if f"layers.1.{name}.weight" in stored}
     if len(deeper_norms) > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
@@ -26,20 +25,11 @@ from hf_dart.interop.eagle3 import eagle3_format, is_peagle
 from hf_dart.interop.original_dart import original_format, read_original
 from hf_dart.models.devices import host_by_default
 
-_FIELDS = {one.name for one in fields(DartConfig)}
-
 Part = TypeVar("Part", bound=nn.Module)
 
 
 def _reads(content: dict[str, Any]) -> str | None:
     return eagle3_format(content) if is_peagle(content) else original_format(content)
-
-
-def _peagle_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `DartConfig` from those of an `EagleConfig` that a published P-EAGLE head has."""
-    # P-EAGLE feeds nothing back.
-    known = {name: value for name, value in given.items() if name in _FIELDS}
-    return {**known, "mask_mode": "peagle"}
 
 
 @register(
@@ -126,7 +116,7 @@ class DartHead(DartModel):
     ) -> Self:
         """Read a head in the format of DART's code, whose config.json holds `content`, or a P-EAGLE head."""
         if is_peagle(content):
-            return load_published(cls, path, content, target, tokenizer, fields_of=_peagle_fields, **where)
+            return load_published(cls, path, content, target, tokenizer, **where)
         if original_format(content) is not None:
             return load_published(cls, path, content, target, tokenizer, read=read_original, **where)
         return super()._of_published(path, content, target, tokenizer, **where)
