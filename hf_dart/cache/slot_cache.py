@@ -380,11 +380,17 @@ class SlotCache:
         for store in self.stores:
             store.reserve(end)
 
-    def reach(self, entries: int) -> int:
-        """Make room for that many new entries per row, and return how many slots are looked at with them."""
+    def following(self, entries: int, most: int = 0) -> tuple[Tensor, Tensor | int, int]:
+        """Make room for new entries after the committed ones of each row, `most` of them if that is more.
+
+        Returns:
+            The positions [B, Q] of the entries; the slots that they are written to, or the first of them where rows
+            have them in common; how many slots are looked at.
+        """
+        positions = self.lengths[:, None] + torch.arange(entries, device=self.lengths.device)
         if not self.fixed:
-            self.prepare(entries)
-        return self.end
+            self.prepare(max(entries, most))
+        return positions, positions if self.ragged else self.longest, self.end
 
     # ---- committed entries --------------------------------------------------------------------------
 

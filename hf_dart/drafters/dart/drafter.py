@@ -221,14 +221,11 @@ class DartHead(DartModel):
         The first `counts` [B] entries of a row are real, the next ones the slots of its block.
         """
         x, residual, context = entries
-        queries = x.shape[1]
-        positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
         # A slot may attend to all of its block, also after the last one that is run.
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
-        end = state.reach(max(queries, block))
+        positions, slots, end = state.following(x.shape[1], block)
         rotation = rotation_at(positions, self.config, self.dtype)
         masks = self._masks(state.lengths + counts, positions, end)
-        slots = positions if state.ragged else state.longest
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(end), self._buffers_per_layer)
             x = residual = layer(x, residual, rotation, masks[index % len(masks)], remember, context)

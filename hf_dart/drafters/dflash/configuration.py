@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.interop.dflash import dflash_format, read_dflash
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 _SHAPE = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
 
@@ -54,7 +55,7 @@ class DFlashConfig(DrafterConfig):
         depth = config.num_target_layers or max(config.feature_layers)
         return cls(
             published=published,
-            draft_length=max(1, config.block_size - int(not config.anchor_predicts)),
+            draft_length=min(config.block_size - int(not config.anchor_predicts), MAX_DRAFT_LENGTH),
             feature_layers=list(config.feature_layers),
             **{name: getattr(shape, name) for name in _SHAPE},
             embedding_size=shape.hidden_size,

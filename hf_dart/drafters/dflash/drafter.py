@@ -11,7 +11,7 @@ The layers are Qwen3's, as in both published formats (`dflash.configuration`); n
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from tokenizers import Tokenizer
@@ -35,7 +35,6 @@ from hf_dart.interop.dflash import dflash_format, read_dflash
 from hf_dart.interop.weights import read_weights, renamed, vocabulary_maps
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import tokenizer_beside
-from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 # Rows per token of the draft vocabulary.
 _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor_codebook"}
@@ -54,6 +53,7 @@ class DFlashDrafter(TrainedDrafter):
 
     described_as = "DFlash drafter"
     reads_rows = True
+    layers: Any
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
@@ -138,10 +138,6 @@ class DFlashDrafter(TrainedDrafter):
         _check_mask_token(mask, tokenizer_beside(target) if tokenizer is None else tokenizer)
 
     @property
-    def draft_length(self) -> int:
-        return min(self.shape.block_size - int(not self.shape.anchor_predicts), MAX_DRAFT_LENGTH)
-
-    @property
     def feature_layers(self) -> list[int]:
         return list(self.shape.feature_layers)  # in the order in which they are fused
 
@@ -149,11 +145,6 @@ class DFlashDrafter(TrainedDrafter):
         """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
         frequencies = self._frequencies.to(positions.device)
         return rotation_by(frequencies, self._rotation_scale, positions, self.fc.weight.dtype)
-
-    @property
-    def stack(self) -> list[DFlashLayer]:
-        """The decoder layers."""
-        return cast("list[DFlashLayer]", list(self.layers))
 
     # ---- the pass -----------------------------------------------------------------------------------
 
@@ -177,9 +168,9 @@ class DFlashDrafter(TrainedDrafter):
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         known = self.hidden_norm(self.fc(features.to(self.fc.weight)))
-        positions, slots, _ = self._places(state, features.shape[1])
+        positions, slots, _ = state.following(features.shape[1])
         rotation = self.rotation(positions)
-        for index, layer in enumerate(self.stack):
+        for index, layer in enumerate(self.layers):
             memory(state, index, slots, slice(0))(*layer.self_attn.keys_and_values(known, rotation))
         state.advance(counts)
 
@@ -190,13 +181,13 @@ class DFlashDrafter(TrainedDrafter):
         depth = depth or self.draft_length
         # If no entry attends to later ones, a shorter draft is the beginning of the longer one.
         first = int(not self.shape.anchor_predicts)
-        entries = depth + first if all(layer.causal for layer in self.stack) else self.shape.block_size
+        entries = depth + first if all(layer.causal for layer in self.layers) else self.shape.block_size
         last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]
         masked = next_tokens.new_full((len(next_tokens), entries - 1), self.shape.mask_token_id)
         x = self.embed(torch.cat([next_tokens.gather(1, last), masked], dim=1))
-        positions, slots, end = self._places(state, entries)
+        positions, slots, end = state.following(entries)
         rotation, slots_at = self.rotation(positions), torch.arange(end, device=positions.device)
-        for index, layer in enumerate(self.stack):
+        for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(end))
             x = layer(x, rotation, layer.sees(positions, slots_at), remember)
         hidden = self.norm(x)[:, first : depth + first]
@@ -211,13 +202,6 @@ class DFlashDrafter(TrainedDrafter):
             return selector(hidden, in_front, columns)
 
         return pair_scores(proposal, roots, candidates, scores, added)
-
-    def _places(self, state: SlotCache, entries: int) -> tuple[Tensor, Tensor | int, int]:
-        """Positions [B, Q] of the next Q entries, their slots, and the number of slots in use with them."""
-        positions = state.lengths[:, None] + torch.arange(entries, device=state.lengths.device)
-        end = state.longest + entries
-        state.store.reserve(end)
-        return positions, state.longest if len(positions) == 1 else positions, end
 
 
 def _check_mask_token(token: int, tokenizer: Any) -> None:

@@ -243,11 +243,9 @@ class DiffusionDrafter(TrainedDrafter):
         Returns:
             As `forward`.
         """
-        window, queries = self.config.context_window, x.shape[1]
-        positions = state.lengths[:, None] + torch.arange(queries, device=self.device)
-        # No entry attends to what precedes the first key.
-        first, end = max(state.shortest + 1 - window, 0), state.longest + queries
-        state.store.reserve(end)
+        window = self.config.context_window
+        positions, slots, end = state.following(x.shape[1])
+        first = max(state.shortest + 1 - window, 0)  # no entry attends to what precedes the first key
         keys_at = torch.arange(first, end, device=self.device)
         mask = (keys_at <= positions[..., None]) & (keys_at > positions[..., None] - window)  # [B, Q, S]
         if block:
@@ -256,7 +254,6 @@ class DiffusionDrafter(TrainedDrafter):
             keys_inside = (keys_at >= start) & (keys_at < start + block)
             mask = mask | (queries_inside[:, :, None] & keys_inside[:, None])
         rotation = rotation_at(positions, self.config, self.dtype)
-        slots = state.longest if len(positions) == 1 else positions
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(first, end))
             asked = wanted if index == len(self.layers) - 1 else None
