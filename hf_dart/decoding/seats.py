@@ -19,6 +19,7 @@ from hf_dart.decoding.round import accept
 from hf_dart.decoding.session import Budget, Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.models.devices import host_by_default
+from hf_dart.models.positions import moving_rotary
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
@@ -57,6 +58,12 @@ class Seats:
         like, verify = session.verify, self._verify
         if like.shift is not None:
             raise ValueError("Seats take prompts at their usual positions, and this one is not; call generate for it.")
+        moving = moving_rotary(like.target)
+        if moving is not None and session.cache.longest > moving[0]:  # the longest row of a forward decides for all
+            raise ValueError(
+                f"Seats take prompts of up to {moving[0]} tokens of this target, whose rotary frequencies are others "
+                "beyond that; call generate for longer ones."
+            )
         if verify is None:
             verify = Verifier(like.target, session.cache.of_seats(1), like.kinds, like.feature_layers)
         elif like.target is verify.target and like.feature_layers == verify.feature_layers:

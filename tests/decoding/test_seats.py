@@ -172,3 +172,18 @@ def test_trees_of_several_sizes() -> None:
         seats.round()
     for request, session in calls:
         assert torch.equal(close_call(session), stocks(target, request, 0))
+
+
+def test_texts_of_other_rotary_frequencies_share_no_forward() -> None:
+    """The longest row decides for all of them: a text beyond the trained length would change those within it."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 20}
+    target = tiny_target("llama", rope_parameters={**rope, "short_factor": [1.0] * 4, "long_factor": [2.0, 3, 4, 5]})
+    head, seats = tiny_head(target), Seats(2)
+    short: Request = (prompts([7]), {"do_sample": False, "max_length": 21})
+    with pytest.raises(ValueError, match="of up to 20 tokens"):
+        seats.take(opened(target, assistant=head, **prompts([25]), do_sample=False, max_length=40))
+    session = opened(target, assistant=head, **short[0], **short[1])
+    seats.take(session)
+    while seats.taken:
+        seats.round()
+    assert torch.equal(close_call(session), stocks(target, short, 0))
