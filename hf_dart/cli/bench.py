@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench.pair import load_head
+from hf_dart.bench.pair import load_head, target_of
 from hf_dart.cli import common
 from hf_dart.errors import as_user_error
 
@@ -52,6 +52,53 @@ def add(commands: Any) -> None:
     common.json_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
+    _add_serve(parser.add_subparsers(metavar="serve", help="servers side by side, with so many clients"))
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve", parents=[common.pair_options()], help="hf-dart serve and transformers serve, with so many clients"
+    )
+    common.text_option(parser)
+    parser.add_argument("--clients", type=common.sizes, metavar="COUNTS", help="default: 1,4,8,16")
+    parser.add_argument("--requests", type=common.positive, help="of each client (default: 2)")
+    parser.add_argument("--new-tokens", type=common.positive, help="of each answer (default: 64)")
+    parser.add_argument("--prompts", type=common.positive, default=8, help="that clients send (default: %(default)s)")
+    parser.add_argument(
+        "--prompt-tokens", type=common.positive, default=96, metavar="LENGTH", help="of the longest (default: 96)"
+    )
+    parser.add_argument("--temperature", type=common.temperature, help="of all requests (default: 0, greedy)")
+    parser.add_argument("--seats", type=common.positive, default=8, help="of hf-dart serve (default: %(default)s)")
+    parser.add_argument("--ours-alone", action="store_true", help="leave transformers' server out")
+    common.json_option(parser)
+    parser.set_defaults(command=_run_serve)
+
+
+def _run_serve(arguments: argparse.Namespace) -> int:
+    common.check_file(arguments.json)
+    from hf_dart.bench import report, serving, suites
+    from hf_dart.hub.loading import target_path
+    from hf_dart.view import tables
+
+    settings = serving.Settings(**common.given(arguments, ("clients", "requests", "new_tokens", "temperature")))
+    pair = common.load(arguments)  # which also finds what is wrong with it before a server does
+    text, files = suites.texts(arguments.text)
+    prompts = suites.cut_prompts(pair.tokenizer, files, arguments.prompts, arguments.prompt_tokens)
+    content = report.circumstances(pair, settings, text, ["hf-dart", *arguments.words])
+    asked = [pair.tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
+    target, names = target_path(arguments.target or target_of(arguments.head)), ("target", "head", "dtype", "threads")
+    given = {"seats": arguments.seats, **common.given(arguments, names), "target": target}
+    ours = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    commands = serving.commands(ours, target, content["dtype"])
+    del pair
+    content["results"] = {}
+    for name, command in commands.items():
+        if name == "hf-dart serve" or not arguments.ours_alone:
+            common.say(name)
+            content["results"][name] = serving.measure(command, target, asked, settings)
+    common.show("\n".join([tables.headline(content), "", serving.as_table(content["results"])]))
+    common.write_json(arguments.json, content)
+    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:

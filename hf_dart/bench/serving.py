@@ -1,0 +1,213 @@
+"""Servers side by side: the same requests of so many clients to each, at moments that are drawn from a seed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.client import HTTPConnection, HTTPException
+from itertools import chain
+from pathlib import Path
+from random import Random
+from socket import socket
+from statistics import median, quantiles
+from tempfile import TemporaryFile
+from typing import Any
+
+from hf_dart.errors import UserError
+from hf_dart.view.tables import markdown
+
+_COLUMNS = ("clients", "server", "first token (median)", "p95", "tokens/s", "tokens/CPU s", "failed", "as alone")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Size of a run.
+
+    Attributes:
+        clients: numbers of clients that ask at once.
+        requests: of each client, one after the other.
+        new_tokens: of each answer at most.
+        temperature: of all requests; 0 is greedy.
+        pause: seconds between two requests of a client, on average.
+        seed: of the pauses; prompts have seeds of their own.
+    """
+
+    clients: tuple[int, ...] = (1, 4, 8, 16)
+    requests: int = 2
+    new_tokens: int = 64
+    temperature: float = 0.0
+    pause: float = 0.1
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer: seconds to its first token and to its end, tokens, and its text; `error` says what went wrong."""
+
+    first: float = 0.0
+    seconds: float = 0.0
+    tokens: int = 0
+    text: str = ""
+    error: str | None = None
+
+
+@contextmanager
+def running(command: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Run a server, and yield its port and process id once it answers.
+
+    Raises:
+        UserError: it ends, or does not answer in five minutes.
+    """
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with TemporaryFile() as output:
+        words = [*command, "--host", "127.0.0.1", "--port", str(port)]
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            end = time.monotonic() + 300
+            while not _answers(port):
+                if process.poll() is not None or time.monotonic() > end:
+                    output.seek(0)
+                    last = output.read().decode(errors="replace").strip().rpartition("\n")[2]
+                    raise UserError(f"{shlex.join(command)} does not answer ({last:.300}); run it by itself.")
+                time.sleep(0.1)
+            yield port, process.pid
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _answers(port: int) -> bool:
+    connection = HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        connection.close()
+
+
+def ask(port: int, body: dict[str, Any]) -> Answer:
+    """Ask for a completion as a stream, and take the times."""
+    begun, first, tokens, text = time.perf_counter(), 0.0, 0, ""
+    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    try:
+        content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
+        connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        if answer.status != 200:
+            return Answer(error=f"{answer.status} {answer.read().decode(errors='replace'):.200}")
+        for line in answer:
+            if not line.startswith(b"data: {"):
+                continue
+            part = json.loads(line.removeprefix(b"data: "))
+            if "error" in part:
+                return Answer(error=str(part["error"])[:200])
+            text += "".join(choice["text"] for choice in part["choices"])
+            first = first or (time.perf_counter() - begun if text else 0.0)
+            tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
+    except (OSError, HTTPException, ValueError) as error:
+        return Answer(error=f"{type(error).__name__}: {error}")
+    finally:
+        connection.close()
+    return Answer(first, time.perf_counter() - begun, tokens, text, None if tokens else "no tokens were counted")
+
+
+def measure(command: Sequence[str], model: str, prompts: list[str], settings: Settings) -> list[dict[str, Any]]:
+    """Measure one server with each number of clients; before that, every request alone.
+
+    Args:
+        command: that starts it.
+        model: by which requests name the model.
+        prompts: of the requests, in turn, each with a seed of its own.
+        settings: of the run.
+    """
+    common = {"model": model, "max_tokens": settings.new_tokens, "temperature": settings.temperature}
+    bodies = [{**common, "prompt": prompt, "seed": seed} for seed, prompt in enumerate(prompts)]
+    found = []
+    with running(command) as (port, process):
+        alone = [ask(port, body) for body in bodies]
+
+        def client(number: int, waits: list[float]) -> list[tuple[Answer, str]]:
+            answers = []
+            for count, wait in enumerate(waits):
+                time.sleep(wait)
+                which = (number * settings.requests + count) % len(bodies)
+                answers.append((ask(port, bodies[which]), alone[which].text))
+            return answers
+
+        for clients in settings.clients:
+            before, begun = _cpu_seconds(process), time.perf_counter()
+            with ThreadPoolExecutor(clients) as pool:
+                answers = [*chain(*pool.map(client, range(clients), pauses(settings, clients)))]
+            seconds, after = time.perf_counter() - begun, _cpu_seconds(process)
+            used = None if before is None or after is None else after - before
+            found.append({"clients": clients, **_result(answers, seconds, used)})
+    return found
+
+
+def pauses(settings: Settings, clients: int) -> list[list[float]]:
+    """Draw for each client how many seconds it waits before each of its requests."""
+    random = Random(settings.seed)
+    return [[random.expovariate(1 / settings.pause) for _ in range(settings.requests)] for _ in range(clients)]
+
+
+def _result(answers: list[tuple[Answer, str]], seconds: float, used: float | None) -> dict[str, Any]:
+    """Return the figures of answers, each with its text alone, in so many seconds, and seconds of processors."""
+    good = [(one, alone) for one, alone in answers if one.error is None]
+    firsts, tokens = [one.first for one, _ in good] or [0.0], sum(one.tokens for one, _ in good)
+    return {
+        "requests": len(answers),
+        "failed": len(answers) - len(good),
+        "errors": sorted({one.error for one, _ in answers if one.error is not None}),
+        "first_token_median": median(firsts),
+        "first_token_p95": quantiles(firsts, n=20, method="inclusive")[-1] if len(firsts) > 1 else firsts[0],
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": tokens / seconds,
+        "tokens_per_cpu_second": tokens / used if used else None,
+        "as_alone": sum(one.text == alone for one, alone in good),
+    }
+
+
+def _cpu_seconds(process: int) -> float | None:
+    """Processor seconds that a process has used; None where the system has no /proc."""
+    stat = Path(f"/proc/{process}/stat")
+    if not stat.exists():
+        return None
+    user, system = stat.read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def commands(ours: Sequence[str], target: str, dtype: str) -> dict[str, list[str]]:
+    """Return the command of each server, by its name; `ours` are options of `hf-dart serve`."""
+    theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", target, "--dtype", dtype]
+    return {
+        "hf-dart serve": [sys.executable, "-m", "hf_dart.cli", "serve", *ours],
+        "transformers serve": theirs,
+        "transformers serve --continuous-batching": [*theirs, "--continuous-batching"],
+    }
+
+
+def as_table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """Return a table of what `measure` gave of each server, numbers of clients side by side."""
+    rows = []
+    for at_once in zip(*results.values(), strict=True):
+        for name, one in zip(results, at_once, strict=True):
+            cpu = one["tokens_per_cpu_second"]
+            figures = (one["first_token_median"], one["first_token_p95"])
+            counts = f"{one['failed']} of {one['requests']}", f"{one['as_alone']} of {one['requests'] - one['failed']}"
+            times = [f"{seconds:.2f} s" for seconds in figures]
+            speeds = f"{one['tokens_per_second']:.0f}", "" if cpu is None else f"{cpu:.0f}"
+            rows.append([str(one["clients"]), name, *times, *speeds, *counts])
+    return "\n".join(markdown(_COLUMNS, rows))
