@@ -32,6 +32,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--new-tokens", type=common.positive, default=96, help="new tokens per prompt and run (default: %(default)s)"
     )
+    parser.add_argument(
+        "--learn", action="store_true", help="fine-tune the target, and let the head learn from what it drafts"
+    )
     parser.set_defaults(command=_run)
 
 
@@ -40,6 +43,10 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(min(torch.get_num_threads(), _THREADS))
+    if arguments.learn:
+        from hf_dart.cli import demo_learning
+
+        return 0 if demo_learning.demo(pair) else 1
     return 0 if demo(pair, new_tokens=arguments.new_tokens, color=sys.stdout.isatty()) else 1
 
 

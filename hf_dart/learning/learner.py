@@ -375,8 +375,10 @@ class Learner:
             figures.tau_before = 1 + self._before.mean
             if moved:
                 self._gain.add(found[1] - found[0])
-                figures.learnt = self._gain.errors > (0.0 if figures.learnt else _SURE)
+                before, figures.learnt = figures.learnt, self._gain.errors > (0.0 if figures.learnt else _SURE)
                 student.use(figures.learnt)
+                if figures.learnt != before:
+                    student.head._pace_records = None  # drafts are accepted as often as others
                 self._missed = 0 if figures.learnt else self._missed + 1
                 if not figures.learnt and (self._gain.errors < _LOST or self._missed >= _PATIENCE):
                     self._next_rate()

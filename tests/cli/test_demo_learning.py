@@ -1,0 +1,46 @@
+"""`hf-dart demo --learn`: a fine-tuned target, a head that learns, and the text of stock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_dart.bench.pair import load_pair
+from hf_dart.cli import demo_learning
+from hf_dart.errors import UserError
+
+
+@pytest.mark.matrix
+def test_the_demo_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_learning, "_TUNING", 3.0)
+    monkeypatch.setattr(demo_learning, "_SERVING", 12.0)
+    lines: list[str] = []
+    assert demo_learning.demo(load_pair(), lines.append)
+    first, tuned, last = (float(line.split(": ")[-1]) for line in lines if line.startswith(("tau of", "tau on")))
+    assert tuned < first
+    assert last > tuned
+    assert lines[-1].startswith("identical: yes")
+
+
+def test_fine_tuning_changes_the_weights_alone() -> None:
+    pair = load_pair()
+    names = [name for name, _ in pair.model.named_parameters()]
+    before = pair.model.lm_head.weight.clone(), pair.model.model.layers[0].mlp.up_proj.weight.clone()
+    state = torch.get_rng_state()
+    rows = [[number + place for place in range(16)] for number in range(16)]
+    first, last = demo_learning.fine_tune(pair.model, rows, 0.2)
+    assert first > 0 < last
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [name for name, _ in pair.model.named_parameters()] == names
+    assert torch.equal(pair.model.lm_head.weight, before[0])
+    assert not torch.equal(pair.model.model.layers[0].mlp.up_proj.weight, before[1])
+
+
+def test_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(demo_learning.sysconfig, "get_path", lambda name: str(tmp_path))
+    tokenizer: Any = None
+    with pytest.raises(UserError, match="not installed here"):
+        demo_learning.header_tokens(tokenizer)
