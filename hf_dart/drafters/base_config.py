@@ -147,16 +147,6 @@ class DrafterConfig(PreTrainedConfig):
         """Rows of the target's embedding table; None if they are not known."""
         return self.vocab_size
 
-    @property
-    def borrows_vocabulary(self) -> bool:
-        """True if tokens are read through the target's embeddings."""
-        return True
-
-    @property
-    def stores_all_weights(self) -> bool:
-        """True if a checkpoint holds every weight of the network."""
-        return True
-
     @classmethod
     def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
         """Return the config of a drafter for `target` (a causal LM), read off it; any field can be overridden.
@@ -267,11 +257,6 @@ class HeadConfig(DrafterConfig):
         """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         own = {"LM head width": self.own_lm_head, "embedding width": self.embeddings == "own"}
         return {name: size for name, size in super().needs.items() if not own.get(name, False)}
-
-    @property
-    def borrows_vocabulary(self) -> bool:
-        """True if tokens are read through the target's embeddings."""
-        return self.embeddings != "own"
 
 
 def told_of(target: PreTrainedModel) -> dict[str, Any]:

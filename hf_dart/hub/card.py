@@ -126,7 +126,6 @@ def _fields(facts: HeadFacts) -> dict[str, Any]:
     config, texts = facts.config, facts.texts
     named = f"[{facts.base_model}]({_HOME}{facts.base_model})" if facts.base_model else f"`{facts.target}`"
     revision = f" at revision `{config.target_revision}`" if config.target_revision else ""
-    borrows = config.borrows_vocabulary or config.feature_layers
     fields = {
         "introduced": texts.introduced,
         "made_for": f" for {named}{revision}" if facts.target else "",
@@ -134,7 +133,7 @@ def _fields(facts: HeadFacts) -> dict[str, Any]:
         "rows": _rows(_about(facts)),
         "bench_same": "",
         "target": facts.target or "its target",
-        "other": "widths, layers or vocabulary" if borrows else "vocabulary",
+        "other": "widths, layers or vocabulary" if config.needs else "vocabulary",
     }
     if texts.paper is not None:
         number, title = texts.paper
@@ -162,7 +161,8 @@ def _rows(cells: dict[str, str]) -> str:
 def _about(facts: HeadFacts) -> dict[str, str]:
     config = facts.config
     thinking = {None: "", True: ", thinking on", False: ", thinking off"}[config.enable_thinking]
-    lent = "embeddings and LM head are the target's" if config.borrows_vocabulary else "its tokens' table included"
+    lends = "embedding width" in config.needs
+    lent = "embeddings and LM head are the target's" if lends else "its tokens' table included"
     layers = f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}"
     return {
         "widths": f"hidden {config.hidden_size}, {config.num_attention_heads} query and {config.num_key_value_heads} "

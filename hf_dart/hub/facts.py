@@ -106,7 +106,7 @@ class HeadFacts:
             record = {**record, "recipe": publishable(record["recipe"])}
         report = None if bench is None else _record(Path(bench), "hf-dart bench --json", *_BENCH)
         # Layers copied from the target and the head of an adapter are counted there and not stored here.
-        whole = config.stores_all_weights and not (folder / ADAPTER_CONFIG).is_file()
+        whole = vars(config).get("copied_layer") is None and not (folder / ADAPTER_CONFIG).is_file()
         if report is not None and whole and report["head_parameters"] != parameters:
             raise ValueError(
                 f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "

@@ -108,8 +108,3 @@ class DartConfig(HeadConfig):
     def draft_slots(self) -> int:
         """Mask slots of a whole draft: d - 1, or d where logits are not shifted."""
         return self.draft_length - int(self.shift_logits)
-
-    @property
-    def stores_all_weights(self) -> bool:
-        """Copied layers are not stored, and copied again at load."""
-        return self.copied_layer is None

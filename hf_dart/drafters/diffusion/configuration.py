@@ -65,11 +65,6 @@ class DiffusionConfig(DrafterConfig):
             needs |= {"hidden size": self.feature_size, "number of layers": self.target_num_layers}
         return needs
 
-    @property
-    def borrows_vocabulary(self) -> bool:
-        """True if tokens are read through the target's embeddings, instead of the drafter's own."""
-        return self.share_embeddings
-
     @classmethod
     def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
         """Make a config of two layers as wide as those of `target` (a causal LM), without features, plus any overrides.
