@@ -6,7 +6,7 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
-from shutil import copyfile, copytree, ignore_patterns
+from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -36,7 +36,10 @@ _LOGGER = logging.getLogger(__name__)
 
 def add_custom_generate(folder: str | Path) -> None:
     """Write the files that `generate(..., custom_generate=FOLDER)` runs to a drafter's folder."""
-    copytree(_CUSTOM_GENERATE, Path(folder, _CUSTOM_GENERATE.name), ignore=ignore_patterns("__*"), dirs_exist_ok=True)
+    made = Path(folder, _CUSTOM_GENERATE.name)
+    made.mkdir(parents=True, exist_ok=True)
+    for file in filter(Path.is_file, _CUSTOM_GENERATE.iterdir()):
+        copyfile(file, made / file.name)  # without the rights of an installed package, which may be read-only
 
 
 def push_folder(
