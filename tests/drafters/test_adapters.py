@@ -239,19 +239,10 @@ def base_of(folder: Path) -> str:
     return json.loads((folder / "adapter_config.json").read_text())["base_model_name_or_path"]
 
 
-def changed(head: DartHead) -> DartHead:
-    """As if trained on."""
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
-    return head
-
-
 def test_an_adapter_names_the_folder_that_holds_its_head(single: Any, tmp_path: Path) -> None:
     head = tiny_head(single)
     head.save_pretrained(tmp_path / "first")
-    head = changed(DartHead.from_pretrained(str(tmp_path / "first"), target=single))
+    head = shaken(DartHead.from_pretrained(str(tmp_path / "first"), target=single))
     refused(lambda: head.add_adapter(LoraConfig(r=2)), ValueError, "other weights than the one in.*save_pretrained")
     head.save_pretrained(tmp_path / "second")
     shutil.move(tmp_path / "second", tmp_path / "moved")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from support.engines import Everywhere
+from support.tiny import tiny_head, tiny_target
 
 from hf_dart.drafters.base import Drafter
 
@@ -14,3 +17,10 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "captured":
         monkeypatch.setattr(Drafter, "engine", Everywhere())
     return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, Any]:
+    """A target and its head."""
+    target = tiny_target("llama")
+    return target, tiny_head(target)

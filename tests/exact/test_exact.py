@@ -21,12 +21,6 @@ pytestmark = pytest.mark.usefixtures("executor")
 EXACT = tally("float64, tiny random targets", least=1.3)
 
 
-@pytest.fixture(scope="module")
-def llama() -> tuple[Any, Any]:
-    target = tiny_target("llama")
-    return target, tiny_head(target)
-
-
 @pytest.mark.parametrize(
     ("family", "attention"),
     [

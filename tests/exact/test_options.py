@@ -196,12 +196,6 @@ def test_every_two_levels(factors: dict[str, list[str]], seed: int) -> None:
     assert sum(tau > 1.3 for tau in tallies.taus) > len(cases) / 6, tallies
 
 
-@pytest.fixture(scope="module")
-def llama() -> tuple[Any, Any]:
-    target = tiny_target("llama")
-    return target, tiny_head(target)
-
-
 # ---- one by one -------------------------------------------------------------------------------------------
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS, "pad_token_id": PAD}
