@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.decoding.session import Session
 from hf_dart.engine.engine import Engine
+from hf_dart.engine.graphs import Launch, Pool
 from hf_dart.models.attention import masked_attention
 from hf_dart.models.verify import Verifier
 
@@ -203,6 +205,17 @@ def test_forwards_that_go_wrong(what: str, gpu: SimulatedGpu, monkeypatch: pytes
     with pytest.warns(UserWarning, match=f"it could not be made .*{message}"):
         target.generate(**inputs(1), assistant=head, tree_config=TreeConfig(nodes=4), do_sample=False, max_new_tokens=4)
     assert not any(made.tiers)
+
+
+@SIMULATED
+def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread goes on in the stream where it was."""
+    before, streams, x = Mock(), [], torch.ones(1, device="cuda")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: before)
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        Launch(x.item, torch.device("cuda"), Pool(None, Mock()))
+    assert streams == [before]
 
 
 @SIMULATED

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from typing import Any
-from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_dart.engine.graphs import Launch, NoHost, Pool
+from hf_dart.engine.graphs import NoHost
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 
@@ -52,42 +50,6 @@ def test_custom_operations() -> None:
     with NoHost():
         found = bounded(x)
     assert found.tolist() == [0, 1, 1, 1]
-
-
-class _Cuda:
-    """As much of a device as a capture sees; one that cannot be ended leaves its stream behind."""
-
-    def __init__(self) -> None:
-        self.before = Mock()
-        self.stream_now: Any = self.before
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        before, self.stream_now = self.stream_now, stream
-        yield
-        self.stream_now = before
-
-    def graph(self, graph: Any, *, stream: Any, **options: Any) -> Any:
-        context = MagicMock()
-        context.__enter__.side_effect = lambda *args: self.set_stream(stream)
-        context.__exit__.side_effect = RuntimeError("operation failed due to a previous error during capture")
-        return context
-
-    def set_stream(self, stream: Any) -> None:
-        self.stream_now = stream
-
-
-def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread goes on where it was."""
-    cuda = _Cuda()
-    for name in ("stream", "graph", "set_stream"):
-        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: cuda.stream_now)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    with pytest.raises(RuntimeError, match="during capture"):
-        Launch(lambda: None, torch.device("cuda"), Pool(None, Mock()))
-    assert cuda.stream_now is cuda.before
 
 
 def test_what_does_not() -> None:
