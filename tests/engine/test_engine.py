@@ -74,20 +74,12 @@ def test_another_target(pair: tuple[Any, Any]) -> None:
     assert not any(made.tiers)
 
 
-def test_the_prompt_is_held_once(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prompt_is_held_once(pair: tuple[Any, Any], noted: Any) -> None:
     """While rounds run in a tier, the call's own cache holds nothing."""
     target, head = pair
     engine(target, head)
-    held: list[int] = []
-    caches: list[SlotCache] = []
-    release, one_round = SlotCache.release, module.one_round
-    monkeypatch.setattr(SlotCache, "release", lambda cache: (caches.append(cache), release(cache))[1])
-
-    def watched(session: Any) -> None:
-        held.append(caches[-1].store.storage.numel())
-        one_round(session)
-
-    monkeypatch.setattr(module, "one_round", watched)
+    caches = noted(SlotCache, "release", lambda cache: cache)
+    held = noted(module, "one_round", lambda _: caches[-1].store.storage.numel())
     assert_identical(target, head, prompts([20, 9]), do_sample=False, max_new_tokens=30)
     assert len(held) > 1
     assert set(held) == {0}

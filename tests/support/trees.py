@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from hf_dart import TreeConfig
-from hf_dart.decoding import grow, walk
+from hf_dart.decoding import walk
 from hf_dart.decoding.processors import scores_alone
 from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, with_copies
-from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores
 from hf_dart.trees.tree import DraftTree
 
@@ -136,18 +135,6 @@ def random_draft(batch: int, depth: int, width: int, seed: int) -> tuple[Tensor,
     steps = (2 * torch.randn(batch, depth, width, width, generator=generator)).log_softmax(-1)
     steps[:, 0] = steps[:, 0, :1]  # the root is before the first
     return tokens, steps
-
-
-def keep_candidates(patch: pytest.MonkeyPatch) -> list[Candidates]:
-    """What trees will be grown from by `decoding.grow` in a test."""
-    kept: list[Candidates] = []
-
-    def keep(candidates: Candidates, **options: Any) -> DraftTree:
-        kept.append(candidates)
-        return grow_on_host(candidates, **options)
-
-    patch.setattr(grow, "grow_on_host", keep)
-    return kept
 
 
 def choose_everywhere(patch: pytest.MonkeyPatch) -> None:

@@ -15,12 +15,13 @@ import torch
 from support.compare import assert_identical, run
 from support.ngrams import back_off, random_table, unpacked
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from support.trees import keep_candidates, paths, plainly
+from support.trees import paths, plainly
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import DartHead, NgramTable, TreeConfig
 from hf_dart.cli import main
+from hf_dart.decoding import grow
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.drafters.base import Proposal
 from hf_dart.hub.loading import PACKAGED_HEAD
@@ -101,11 +102,11 @@ def random_head(rank: int) -> DartHead:
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("order", [0, 2, 4])
 def test_trees_are_those_of_a_plain_search(
-    tmp_path: Path, order: int, rank: int, noisy: bool, scores: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, order: int, rank: int, noisy: bool, scores: str, noted: Any
 ) -> None:
     """N-grams or a penalty, a selector, copies and noise; one row's text is shorter than a context."""
     table = random_table(tmp_path / "table", order) if order else None
-    head, kept = head_with(table, rank), keep_candidates(monkeypatch)
+    head, kept = head_with(table, rank), noted(grow, "grow_on_host", lambda candidates, **_: candidates)
     penalty = [] if order else [RepetitionPenaltyLogitsProcessor(1.3)]
     # Paths that no node of a tree lies after are left out; without a table, no others are.
     for nodes, beam in (*([(25, 3), (6, 4)] if order else [(6, 1000)]), (25, 1000)):
