@@ -42,7 +42,7 @@ class Progress(BaseStreamer):
     """
 
     def __init__(self, tell: Callable[[int], None], ends: Iterable[int]) -> None:
-        self._tell, self._ends = tell, torch.tensor(sorted(ends))
+        self._tell, self._ends = tell, torch.tensor(sorted(ends), dtype=torch.long)
         self._open: Tensor | None = None
 
     def put(self, value: Tensor) -> None:

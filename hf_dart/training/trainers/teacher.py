@@ -169,13 +169,14 @@ class Teacher:
         if kind not in self._picks:
             device = device_of(self.target.get_input_embeddings())
             ids, places = torch.arange(8, device=device).view(2, 4), torch.tensor([1, 2, 6], device=device)
-            wanted = self.target(input_ids=ids, use_cache=False).logits.flatten(0, 1)[places]
-            wanted = wanted if vocabulary is None else wanted[:, vocabulary.to(wanted.device)]
             try:
+                wanted = self.target(input_ids=ids, use_cache=False).logits.flatten(0, 1)[places]
+                wanted = wanted if vocabulary is None else wanted[:, vocabulary.to(wanted.device)]
                 with self._picked(places, vocabulary):
                     found = self.target(input_ids=ids, use_cache=False).logits
                 self._picks[kind] = found.shape == (1, *wanted.shape) and same(found[0], wanted)
-            except (RuntimeError, IndexError):  # of what looks for a token of its own among the columns
+            # What looks for a token of its own among the columns, or takes no text alone.
+            except (RuntimeError, IndexError, TypeError, ValueError):
                 self._picks[kind] = False
         return self._picks[kind]
 
