@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hf_dart.decoding.api import attach, detach, generate
     from hf_dart.decoding.candidate_generator import DartCandidateGenerator
     from hf_dart.decoding.load_drafter import load_drafter, load_once
+    from hf_dart.decoding.suffix_store import SuffixStore
     from hf_dart.drafters.dart.configuration import DartConfig
     from hf_dart.drafters.dart.drafter import DartHead
     from hf_dart.drafters.dflash.drafter import DFlashDrafter
@@ -40,6 +41,7 @@ __all__ = [
     "LookupDrafter",
     "MtpDrafter",
     "NgramTable",
+    "SuffixStore",
     "TreeConfig",
     "__version__",
     "attach",
@@ -66,6 +68,7 @@ _HOMES = {
     "LookupDrafter": "drafters.lookup",
     "MtpDrafter": "drafters.mtp.drafter",
     "NgramTable": "trees.ngram",
+    "SuffixStore": "decoding.suffix_store",
     "attach": "decoding.api",
     "compile": "engine.engine",
     "load_drafter": "decoding.load_drafter",

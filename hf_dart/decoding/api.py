@@ -19,19 +19,23 @@ from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.request import Request, admit, refuse_in_seat
 from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session, begin
+from hf_dart.decoding.suffix_store import Namespace, namespace_of
 from hf_dart.decoding.walk import NoiseStream
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
+from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.devices import host_by_default, users_default
 from hf_dart.models.packed_weights import release
 from hf_dart.models.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
 
-_KEYWORDS = ("assistant", "tree_config", "refine", "trace")
+_KEYWORDS = ("assistant", "tree_config", "refine", "trace", "memory")
 
 
-def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None, *, learner: Any = None) -> Any:
-    """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`, `trace=`); other calls are stock's own.
+def attach(
+    model: PreTrainedModel, drafter: Drafter[Any] | None = None, *, learner: Any = None, memory: Any = None
+) -> Any:
+    """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`, ...); other calls are stock's own.
 
     With a `drafter`, calls without `assistant=` draft too, so that whatever calls `model.generate` itself (a pipeline,
     an evaluation harness, a server) does: those that cannot be drafted exactly run as stock's own, with one warning
@@ -49,12 +53,15 @@ def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None, *, learn
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
         drafter: for calls without `assistant=`, in place of one given before; None leaves that.
         learner: a [`Learner`], which trains the drafter on what it drafts for; None leaves it without.
+        memory: a [`SuffixStore`], or a namespace of one, that drafted calls copy from and are kept in, unless they
+            name another one; `memory=None` turns it off for a call. Without any drafter, it drafts by itself
+            ([`LookupDrafter`]). None leaves one given before.
 
     Returns:
         The model.
 
     Raises:
-        TypeError: `model` is no model, `drafter` no drafter of ours, or `learner` none of its kind.
+        TypeError: `model` is no model, `drafter` no drafter of ours, or `learner` or `memory` none of its kind.
         ValueError: the model cannot verify trees, or the drafter was made for another one, or cannot learn.
     """
     target = unwrapped(model)
@@ -67,19 +74,20 @@ def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None, *, learn
         if drafter is None:
             raise ValueError("learner= trains the drafter; give both: attach(model, drafter, learner=learner).")
         learner.attach(drafter)
-    return attached(model, drafter)
+    return attached(model, drafter, namespace_of(memory))
 
 
-def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None) -> Any:
+def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None, memory: Namespace | None = None) -> Any:
     """`model`, attached; what its target has passed before is not tried again."""
     target = unwrapped(model)
     if not target.training:
         check_verification(target)
     own = vars(target).get("generate")
     if isinstance(own, AttachedGenerate):
-        target.generate = AttachedGenerate(target, own.own, drafter or own.default)
-    else:
-        target.generate = AttachedGenerate(target, own, drafter)
+        drafter, memory, own = drafter or own.default, memory or own.memory, own.own
+    if memory is not None and drafter is None:
+        drafter = LookupDrafter()
+    target.generate = AttachedGenerate(target, own, drafter, memory)
     return model
 
 
@@ -111,22 +119,28 @@ class AttachedGenerate:
         model: the target.
         own: a `generate` that the instance had before, for calls without drafts.
         default: drafts for calls that name no drafter and no other way to generate; None: they are stock's own.
+        memory: of drafted calls that name none; None for none.
     """
 
-    def __init__(self, model: PreTrainedModel, own: Any, default: Drafter[Any] | None = None) -> None:
-        self.model, self.own, self.default = model, own, default
+    def __init__(
+        self, model: PreTrainedModel, own: Any, default: Drafter[Any] | None = None, memory: Namespace | None = None
+    ) -> None:
+        self.model, self.own, self.default, self.memory = model, own, default, memory
         self._reasons: set[str] = set()  # why calls ran without drafts, each told once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unnamed = "assistant" not in kwargs and kwargs.get("custom_generate") is None
         if self.default is not None and unnamed and kwargs.get("assistant_model") is None:
             try:
-                return _drafted(self.model, args, {"assistant": self.default, **kwargs}, optional=True)
+                drafts = {"assistant": self.default, "memory": self.memory, **kwargs}
+                return _drafted(self.model, args, drafts, optional=True)
             except UndraftedError as reason:
                 self._tell(str(reason))
         elif unnamed and (shaping := [name for name in _KEYWORDS[1:] if kwargs.get(name)]):
             raise ValueError(f"{shaping[0]}= shapes drafts, and this call has no drafter; give assistant=drafter.")
-        if self.own is None or kwargs.get("assistant") is not None:
+        if kwargs.get("assistant") is not None:
+            return generate(self.model, *args, **{"memory": self.memory, **kwargs})
+        if self.own is None:
             return generate(self.model, *args, **kwargs)
         if kwargs.get("custom_generate") is None:
             kwargs = _stocks(kwargs)
@@ -166,6 +180,7 @@ def generate(
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
     trace: bool | None = None,
+    memory: Any = None,
     **kwargs: Any,
 ) -> Any:
     """`model.generate(*args, **kwargs)` with the keywords that `attach` adds, on a model that need not be attached.
@@ -177,18 +192,20 @@ def generate(
         tree_config: the shape of draft trees in this call; None is the drafter's own.
         refine: how many edit passes the drafter makes over its draft; None is what `tree_config` says.
         trace: keep every round and its tree in the statistics, for `hf_dart.view.View`.
+        memory: a [`SuffixStore`], or a namespace of one, that the call copies from and is kept in; None for none.
         kwargs: those of `model.generate`.
 
     Returns:
         What `model.generate` returns; with `return_dict_in_generate=True` also the statistics, as `draft_stats`.
 
     Raises:
-        TypeError: `assistant` is no drafter of ours, `tree_config` no [`TreeConfig`], or `trace` no truth value.
+        TypeError: `assistant` is no drafter of ours, `tree_config` no [`TreeConfig`], `trace` no truth value, or
+            `memory` no store.
         ValueError: something was asked for that could not equal stock's output; the message says what to do instead.
     """
     if isinstance(kwargs.get("assistant_model"), Drafter):
         raise TypeError("assistant_model= takes a language model; pass a hf_dart drafter as assistant=.")
-    named = dict(zip(_KEYWORDS, (assistant, tree_config, refine, trace), strict=True))
+    named = dict(zip(_KEYWORDS, (assistant, tree_config, refine, trace, memory), strict=True))
     custom = kwargs.get("custom_generate")
     if assistant is None and custom is None:
         return type(model).generate(model, *args, **kwargs)
@@ -213,7 +230,7 @@ def _drafted(
         TypeError, ValueError: likewise, if they are not.
     """
     assistant = kwargs["assistant"]
-    tree_config, refine, trace = (kwargs.get(name) for name in _KEYWORDS[1:])
+    tree_config, refine, trace, memory = (kwargs.get(name) for name in _KEYWORDS[1:])
     _refuse_other(assistant, model)
     stock = type(model).generate
     kwargs = _by_name(stock, args, _stocks(kwargs))
@@ -240,6 +257,7 @@ def _drafted(
         tree_config=tree_config,
         refine=refine,
         trace=trace,
+        memory=memory,
         streamer=streamer,
         synced_gpus=bool(synced_gpus),
         optional=optional,

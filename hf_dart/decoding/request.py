@@ -24,6 +24,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from hf_dart.cache.stock_layers import attention_layers, keeps_states, slots_of
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.processors import needs_stocks_steps
+from hf_dart.decoding.suffix_store import Namespace, namespace_of
 from hf_dart.drafters.base import Drafter
 from hf_dart.models.positions import refuse_crossing
 from hf_dart.models.processes import alone, is_shared, refuse_different_calls
@@ -73,6 +74,7 @@ class Request:
         traced: keep every round and its tree in the statistics.
         windowed: layers with a sliding window may drop what has left it; else the cache holds the whole text.
         timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
+        memory: texts of earlier calls (`decoding.suffix_store`); None for none.
         pause: is called between two pieces of the prompt; None for none.
         observers: `decoding.session.Observer`s of this call, beside those of its drafter.
     """
@@ -97,6 +99,7 @@ class Request:
     traced: bool
     windowed: bool
     timed: Collection[str]
+    memory: Namespace | None = None
     pause: Callable[[], None] | None = None
     observers: tuple[Any, ...] = ()
 
@@ -142,6 +145,7 @@ def admit(
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
     trace: bool | None = None,
+    memory: Any = None,
     synced_gpus: bool = False,
     streamer: Any = None,
     **model_kwargs: Any,
@@ -156,6 +160,7 @@ def admit(
         tree_config: replaces `assistant.tree_config` for this call.
         refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
         trace: keep every round and its tree in the statistics (`hf_dart.view` shows them).
+        memory: a [`SuffixStore`], or a namespace of one, that the call copies from and is kept in; None for none.
         synced_gpus: as `generate` was told.
         streamer: is told of the prompt and of every token; None for none.
         model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
@@ -194,6 +199,11 @@ def admit(
             "eval() first."
         )
     assistant.check_target(model)
+    remembered = namespace_of(memory)
+    if remembered is not None:
+        remembered.check_target(model)
+        if is_shared(model):
+            raise ValueError("Processes that hold a target together may remember different texts; leave memory= out.")
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     pads = left_padding(mask, total, len(input_ids))
     cached = slots_of(stock)
@@ -236,6 +246,7 @@ def admit(
         traced=bool(trace),
         windowed=assistant.engine is None,
         timed=timed,
+        memory=remembered,
     )
 
 

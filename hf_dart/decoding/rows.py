@@ -107,6 +107,11 @@ class Rows:
         """[1, n] ids of one row so far."""
         return self._ids[row : row + 1, : self.prompt_length + self.emitted[row]]
 
+    def text(self, row: int) -> list[int]:
+        """Token ids of one row so far, padding left out, up to where it has ended."""
+        text, stop = self.tokens[row], self._stopped_at[row]
+        return text if stop is None else text[: len(text) - self.emitted[row] + stop]
+
     def ids_in_step(self) -> Tensor:
         """[B, n] a copy of the ids of all rows, which are of one length; contiguous, as stock's are."""
         return self._ids[:, : self.prompt_length + self.emitted[0]].clone(memory_format=torch.contiguous_format)

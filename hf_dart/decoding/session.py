@@ -18,6 +18,7 @@ from hf_dart.decoding.pace import CHAIN, PAUSE, Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
+from hf_dart.decoding.suffix_store import Remembers
 from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
 from hf_dart.drafters.base import Proposal, Score, Verified, entries_of
@@ -281,7 +282,16 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             propose_with=drafter.propose_ranked,
             aside=aside,
             keeps=pace.ever_drafts or request.returns_cache,
-            grower=TreeGrower(drafter, config, request.processors, rows.tokens, rows.device, rows.eos, pace.cost),
+            grower=TreeGrower(
+                drafter,
+                config,
+                request.processors,
+                rows.tokens,
+                rows.device,
+                rows.eos,
+                pace.cost,
+                request.memory,
+            ),
             verify=verify,
             cache=ran.cache,
             walk=Walker(request, rows, streaming, noise),
@@ -292,6 +302,8 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             seen=Verified(ran.reader.last, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
         )
         session.observers = [*(observe(session) for observe in drafter.observers), *request.observers]
+        if request.memory is not None:
+            session.observers.append(Remembers(session, request.memory))
         if ran.reader.tail is not None:
             for observer in session.observers:
                 observer.verified(ran.reader.tail, None)

@@ -2,7 +2,7 @@
 
 Prompt lookup decoding (Saxena, 2023; stock's `prompt_lookup_num_tokens`) drafts what followed one of them. Here several
 make a tree, and its nodes compete with the drafter's, by how often such copies were right: by the length of the match,
-and by whether the occurrences agree. Where there is a memory (`hf_dart.decoding.memory`), texts of earlier calls are
+and by whether the occurrences agree. Where there is a memory (`hf_dart.decoding.suffix_store`), texts of earlier calls are
 copied, too. Suffix decoding (arXiv 2411.04975) keeps such texts in a suffix tree; here each token takes 20 bytes.
 """
 
@@ -39,7 +39,7 @@ _LAST_PLACE = 2**31 - 1
 # token of one place, for one that places do not agree on, and for one that several agree on. Measured by
 # `examples/experiments/memory.py`.
 _LENGTHS = (2, 3, 4, 5, 8, 16, LONGEST)
-_PRIOR = (
+PRIOR = (
     *(0.30, 0.45, 0.55, 0.65, 0.68, 0.77, 0.85, 0.88),  # the running text
     *(0.47, 0.58, 0.60, 0.60, 0.50, 0.60, 0.60, 0.80),
     *(0.72, 0.82, 0.88, 0.93, 0.92, 0.94, 0.97, 0.98),
@@ -50,7 +50,7 @@ _PRIOR = (
 _ONE, _DISAGREE, _SEVERAL = (kind * 8 for kind in range(3))
 _SOURCE = 24  # cells of one source
 _CELL = [sum(length >= bound for bound in _LENGTHS) for length in range(2 * LONGEST)]
-_WEIGHT = 8.0  # observations that the chances at the beginning of a call are worth
+WEIGHT = 8.0  # observations that the chances at the beginning of a call are worth
 _MOST_SEEN = 1000.0  # observations of a cell that a memory keeps
 
 
@@ -285,6 +285,14 @@ class TextIndex:
             depth: tokens that are to follow. From the end of this index on they are those after the match once more,
                 as in a text that has begun to loop; tokens after a 0 mean nothing.
         """
+        places, lengths = self.find(ending)
+        if not len(places):
+            return [], []
+        ahead = np.arange(depth) % (self.end - places[:, None])
+        return self.tokens[(places[:, None] + ahead) % self.capacity].tolist(), lengths.tolist()
+
+    def find(self, ending: Sequence[int]) -> tuple[Array, Array]:
+        """Places [n] after the latest occurrences of the end of a text, and the lengths [n] of their matches."""
         oldest, found = max(self.end - self.capacity + LONGEST, 1), set[int]()
         for key, (prev, head) in zip(reversed(KEYS), reversed(self._chains), strict=True):
             if len(found) >= TRIED:
@@ -298,27 +306,26 @@ class TextIndex:
                 if at < self.end:  # else the text's own end
                     found.add(at)
                 at = prev[at % self.capacity]
+        places = np.array(sorted(found, reverse=True), np.int64)
         if not found:
-            return [], []
-        places = np.array(sorted(found, reverse=True))[:, None]
-        same = self.tokens[(places - np.arange(1, len(ending) + 1)) % self.capacity] == ending[::-1]
+            return places, places
+        same = self.tokens[(places[:, None] - np.arange(1, len(ending) + 1)) % self.capacity] == ending[::-1]
         lengths = np.where(same.all(1), len(ending), same.argmin(1))
-        places, lengths = places[lengths > 0], lengths[lengths > 0]
-        ahead = np.arange(depth) % (self.end - places)
-        return self.tokens[(places + ahead) % self.capacity].tolist(), lengths.tolist()
+        return places[lengths > 0], lengths[lengths > 0]
 
 
 class Memory(Protocol):
     """Texts of earlier calls, and how often copies from them were right."""
 
-    base: int
-    """Number that each token is stored with, beside 1; another one for each namespace."""
+    @property
+    def base(self) -> int:
+        """Number that is added to each stored token, another one for each namespace."""
 
     def matches(self, ending: Sequence[int], depth: int) -> tuple[list[list[int]], list[int]]:
         """See `TextIndex.matches`; of stored texts."""
 
     def chances(self) -> Sequence[float]:
-        """Return c of each cell (`_PRIOR`), by what was right so far."""
+        """Return c of each cell (`PRIOR`), by what was right so far."""
 
 
 class RowCopies:
@@ -335,8 +342,8 @@ class RowCopies:
         self._index = TextIndex(_room(len(text)))
         self._indexed = 0
         self._proposed, self._cells, self._asked_at = NOTHING, list[tuple[int, float]](), 0
-        self._prior = list(_PRIOR if memory is None else memory.chances())
-        self.right, self.seen = [0.0] * len(_PRIOR), [0.0] * len(_PRIOR)
+        self._prior = list(PRIOR if memory is None else memory.chances())
+        self.right, self.seen = [0.0] * len(PRIOR), [0.0] * len(PRIOR)
 
     def suggest(self, depth: int, ends: Collection[int] = ()) -> Copies:
         """Return copies after the text.
@@ -345,7 +352,7 @@ class RowCopies:
             depth: of the deepest.
             ends: tokens that end a text, after which nothing is copied.
         """
-        self._learn()
+        self.learn()
         self._read()
         ending = [token + self._base for token in self._text[-LONGEST:]]
         rows, lengths = self._index.matches(ending, depth)
@@ -419,10 +426,10 @@ class RowCopies:
         return found
 
     def _chance(self, cell: int) -> float:
-        right, seen = self._prior[cell] * _WEIGHT + self.right[cell], _WEIGHT + self.seen[cell]
+        right, seen = self._prior[cell] * WEIGHT + self.right[cell], WEIGHT + self.seen[cell]
         return min(right / seen, 1.0)
 
-    def _learn(self) -> None:
+    def learn(self) -> None:
         """Compare the last copies with the tokens that came."""
         parent, proposed = -1, self._proposed
         for token in self._text[self._asked_at :]:

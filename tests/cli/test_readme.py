@@ -174,7 +174,7 @@ def test_readme_is_short() -> None:
 
 def test_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    first, by_default, many, mixed = blocks(ROOT / "docs" / "use.md")
+    first, by_default, many, memory, mixed = blocks(ROOT / "docs" / "use.md")
     run(first, names, tmp_path)
     assert float(capsys.readouterr().out) > 1
     names["head"].last_stats = None
@@ -185,6 +185,8 @@ def test_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for seed, output in ((7, names["request"].result()), (0, names["outputs"][0])):
         torch.manual_seed(seed)
         assert output.equal(names["model"].generate(**names["inputs"], **names["options"]))
+    run(memory, names, tmp_path)
+    assert names["store"].names == ["ada"]
     run(mixed, {**names, "model": hf_dart.attach(names["model"])}, tmp_path)
     assert names["head"].last_stats.tau > 1
 

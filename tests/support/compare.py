@@ -85,7 +85,7 @@ def assert_identical(
     model: Any, drafter: Any, inputs: dict[str, Any], *, seed: int = 0, into: Tally | None = None, **options: Any
 ) -> tuple[Run, Run]:
     """Run both ways, without tolerance; returns stock's run and ours."""
-    drafting = {name: options.pop(name) for name in ("tree_config", "refine") if name in options}
+    drafting = {name: options.pop(name) for name in ("tree_config", "refine", "memory") if name in options}
     stock = run(model, inputs, seed, **options)
     ours = run(model, inputs, seed, assistant=drafter, **drafting, **options)
     same(ours, stock)
@@ -115,7 +115,7 @@ def assert_identical_up_to_near_ties(
     model: Any, drafter: Any, inputs: dict[str, Any], *, seed: int = 0, into: Tally, label: str, **options: Any
 ) -> None:
     """For 32 bits and less: where a row differs first, stock's own choice must be a near-tie (`bench.exact`)."""
-    drafting = {name: options.pop(name) for name in ("tree_config", "refine") if name in options}
+    drafting = {name: options.pop(name) for name in ("tree_config", "refine", "memory") if name in options}
     stock = run(model, inputs, seed, **options)
     ours = run(model, inputs, seed, assistant=drafter, **drafting, **options)
     found = parted(model, inputs, seed, options, stock, ours)

@@ -136,7 +136,7 @@ class Texts:
         self.matches = self.index.matches
 
     def chances(self) -> Sequence[float]:
-        return copies._PRIOR
+        return copies.PRIOR
 
 
 def paths_of(found: copies.Copies) -> dict[tuple[int, ...], float]:
