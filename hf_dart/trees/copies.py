@@ -2,8 +2,8 @@
 
 Prompt lookup decoding (Saxena, 2023; stock's `prompt_lookup_num_tokens`) drafts what followed one of them. Here several
 make a tree, and its nodes compete with the drafter's, by how often such copies were right: by the length of the match,
-and by whether the occurrences agree. Where there is a memory (`hf_dart.decoding.suffix_store`), texts of earlier calls are
-copied, too. Suffix decoding (arXiv 2411.04975) keeps such texts in a suffix tree; here each token takes 20 bytes.
+and by whether the occurrences agree. Where there is a memory (`hf_dart.decoding.suffix_store`), texts of earlier calls
+are copied, too. Suffix decoding (arXiv 2411.04975) keeps such texts in a suffix tree; here each token takes 20 bytes.
 """
 
 from __future__ import annotations
