@@ -28,7 +28,6 @@ from hf_dart.errors import missing_folder
 from hf_dart.hub.checkpoint import headers, refused
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
 from hf_dart.interop.lora_config import lora_of
-from hf_dart.models.devices import as_dtype
 from hf_dart.trees.config import TreeConfig
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -158,13 +157,6 @@ def activate(head: TrainedDrafter, name: str) -> None:
             module.set_adapter(name)
 
 
-def enable(head: TrainedDrafter) -> None:
-    """Turn adapters on; transformers forgets modules that are trained as a whole."""
-    for module in head.modules():
-        if isinstance(module, (ModulesToSaveWrapper, BaseTunerLayer)):
-            module.enable_adapters(True)
-
-
 def unwrap(head: TrainedDrafter, merge: str | None) -> None:
     """Take all adapters off, adapter `merge` being folded into the weights first."""
     for path, module in list(head.named_modules()):
@@ -200,7 +192,11 @@ def from_folder(
     if content is not None and content.get("copied_layer") is not None:
         if target is None:
             raise ValueError(f"The head of {path} has copied layers of its target; pass target=.")
-        head = _copied(cls, content, target, tokenizer, as_dtype(kwargs.get("dtype")))
+        with torch.random.fork_rng(devices=[]):
+            head = cls(cls.config_class.from_dict(content))  # untrained
+        dtype = kwargs.get("dtype")
+        attach_to(head, target, tokenizer, dtype=None if dtype == "auto" else dtype)
+        initialise(head, target)
     else:
         base, place = _base_named(path, base, listed, where)
         options = {name: value for name, value in kwargs.items() if name not in HUB_OPTIONS}
@@ -209,15 +205,6 @@ def from_folder(
     if content is not None:  # PEFT alone writes none
         _take_settings(head, path, content, **where)
     return head.eval()
-
-
-def _copied(cls: Any, content: dict[str, Any], target: PreTrainedModel, tokenizer: Any, dtype: Any) -> Any:
-    """Return an untrained head of copied layers, as the config.json of its adapter describes it."""
-    with torch.random.fork_rng(devices=[]):
-        head = cls(cls.config_class.from_dict(content))
-    attach_to(head, target, tokenizer, dtype=None if dtype == "auto" else dtype)
-    initialise(head, target)
-    return head
 
 
 def _base_named(

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -307,8 +309,10 @@ class DartHead(DartModel):
         adapters.activate(self, adapter_name)
 
     def enable_adapters(self) -> None:
-        """Undo `disable_adapters`."""
-        adapters.enable(self)
+        """Undo `disable_adapters`; transformers forgets modules that are trained as a whole."""
+        for module in self.modules():
+            if isinstance(module, (ModulesToSaveWrapper, BaseTunerLayer)):
+                module.enable_adapters(True)
 
     def merge_adapter(self) -> Self:
         """Fold the active adapter into the weights and drop the others: a head as if trained whole.
