@@ -209,7 +209,7 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
         reader = PromptReader(request, drafter_state.state)
         outputs = reader.prefill()
         if reader.shift is not None and bool(reader.shift.any()):
-            refuse_crossing(model, 0, 0, request.most + max(int(reader.shift.max()), 0))
+            refuse_crossing(model, 0, 0, request.most, max(int(reader.shift.max()), 0))
         # Some layers get their class only when first used, and Phi-3 takes a new cache for long prompts.
         stock = refuse_cache(cache_after(model, outputs, request.stock_cache))
         refuse_compressed(stock, request.total)

@@ -38,7 +38,7 @@ def position_limit(target: PreTrainedModel) -> int:
     return int(table) - 1 if table and table > 0 else sys.maxsize
 
 
-def refuse_crossing(target: PreTrainedModel, prompt: int, cached: int, most: int) -> None:
+def refuse_crossing(target: PreTrainedModel, prompt: int, cached: int, most: int, shift: int = 0) -> None:
     """Raise where rotary frequencies would change in the middle of a call, for the text so far and for all rows.
 
     Phi-3 drops its cache there, too, and computes the whole text again.
@@ -47,17 +47,18 @@ def refuse_crossing(target: PreTrainedModel, prompt: int, cached: int, most: int
         target: the causal LM.
         prompt: positions of the longest prompt; 0 where they are not those of its tokens (images).
         cached: slots of the prompts that are in the cache already.
-        most: positions of the longest prompt and of all tokens that may be generated.
+        most: tokens of the longest prompt and all that may be generated.
+        shift: how far their positions lie above their numbers.
 
     Raises:
         ValueError: they would.
     """
     trained, grows = moving_rotary(target) or (getattr(target.config, "original_max_position_embeddings", None), False)
     # The last token is not run through the model.
-    if trained is None or most - 1 <= trained:
+    if trained is None or most + shift - 1 <= trained:
         return
     if grows or prompt <= trained or 0 < cached <= trained:
         raise ValueError(
             f"{type(target).__name__} changes its rotary frequencies beyond {trained} positions, for the text so far "
-            f"and all rows of a batch too; set max_length to {trained + 1} or less, or leave assistant= out."
+            f"and all rows of a batch too; set max_length to {trained + 1 - shift} or less, or leave assistant= out."
         )

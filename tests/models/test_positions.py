@@ -9,8 +9,10 @@ import torch
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
 from torch import nn
+from transformers import DynamicCache
 
 from hf_dart import LookupDrafter, attach
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification, forget
 
 GREEDY = {"do_sample": False}
@@ -79,3 +81,17 @@ def test_crossings_are_refused() -> None:
         head = tiny_head(target)
         with pytest.raises(ValueError, match="set max_length to 21 or less"):
             target.generate(**prompts(lengths), max_length=40, assistant=head)
+
+
+def test_positions_of_ones_own_and_cached_texts_cross_it_too() -> None:
+    target = tiny_target("llama", rope_parameters=LONGROPE)
+    head, inputs = tiny_head(target), prompts([7])
+    later = torch.arange(5, 12)[None]
+    assert_identical(target, head, {**inputs, "position_ids": later}, **GREEDY, max_length=16)
+    with pytest.raises(ValueError, match="set max_length to 16 or less"):
+        target.generate(**inputs, position_ids=later, max_length=17, assistant=head)
+    cache = DynamicCache(config=target.config)
+    known = target.generate(**inputs, **{CACHE: cache}, **GREEDY, max_length=12)
+    longer = torch.cat([known, prompts([14])["input_ids"]], dim=1)
+    with pytest.raises(ValueError, match="set max_length to 21 or less"):
+        target.generate(longer, **{CACHE: cache}, max_length=40, assistant=head)
