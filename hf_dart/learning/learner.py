@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_dart.decoding.session import Session
 from hf_dart.drafters.base import Drafter
+from hf_dart.errors import check_fields
 from hf_dart.learning.ring import SEGMENT, Recorder, Ring, Segment
 from hf_dart.learning.student import PASSES, SEGMENTS, Student, trained_names
 from hf_dart.models.devices import host_by_default
@@ -134,21 +135,15 @@ class Learner:
         objective: Objective | str = "dart",
         seed: int = 0,
     ) -> None:
-        if not 0 <= share <= 1:
-            raise ValueError(f"share is {share}; give a number from 0, which trains in idle time only, to 1.")
-        for name, least in (("lora_rank", lora_rank), ("every", every)):
-            if least is not None and least < 1:
-                raise ValueError(f"{name} is {least}; give 1 or more, or None.")
+        self.lora_rank, self.share, self.every, self.memory = lora_rank, share, every, memory
+        self.learning_rates, self.objective, self.seed = tuple(learning_rates), objective, seed
+        kinds = {} if isinstance(objective, Objective) else {"objective": [*PRESETS]}
+        check_fields(self, least={"lora_rank": 1, "every": 1}, choices=kinds, shares=("share",))
         if not learning_rates or not all(0 < rate < math.inf for rate in learning_rates):
             raise ValueError(f"learning_rates is {learning_rates}; give one or more numbers above 0.")
-        if not isinstance(objective, Objective) and objective not in PRESETS:
-            raise ValueError(f"objective is {objective!r}; give one of {', '.join(PRESETS)}, or an Objective.")
-        self.lora_rank, self.share, self.every, self.memory = lora_rank, share, every, memory
-        self.learning_rates = tuple(learning_rates)
-        self.objective = objective if isinstance(objective, Objective) else PRESETS[objective]
-        if self.objective.needs_acceptance:
+        self._objective = objective if isinstance(objective, Objective) else PRESETS[objective]
+        if self._objective.needs_acceptance:
             raise ValueError("A Learner takes no objective with divergence='lk', which needs large batches; give 'tv'.")
-        self.seed = seed
         self.paused, self.failure = False, cast("Exception | None", None)
         self._student: Student | None = None
         self._locks()
@@ -210,7 +205,7 @@ class Learner:
             head.add_adapter(LoraConfig(r=self.lora_rank, lora_alpha=2 * self.lora_rank), "learnt", seed=self.seed)
         if not trained_names(head):
             raise ValueError(f"All weights of this {name} are frozen; call requires_grad_(True) on what may learn.")
-        self._student = self._student or Student(head, self.objective, self.seed)
+        self._student = self._student or Student(head, self._objective, self.seed)
         self._student.generator.manual_seed(self.seed)
         drafter.observers = (*(one for one in drafter.observers if not isinstance(one, Learner)), self)
 

@@ -241,6 +241,13 @@ def test_training(names: dict[str, Any], tmp_path: Path) -> None:
     assert names["trainer"].state.global_step == 2
 
 
+def test_learning(names: dict[str, Any], tmp_path: Path) -> None:
+    (code,) = blocks(ROOT / "docs" / "learning.md")
+    run(code, names, tmp_path)
+    assert names["learner"].stats.tokens == 24
+    assert (tmp_path / "learnt" / "model.safetensors").is_file()
+
+
 def test_training_on_images(names: dict[str, Any], tmp_path: Path) -> None:
     _, code = blocks(ROOT / "docs" / "training.md")
     model = multimodal_target("llava").float()
