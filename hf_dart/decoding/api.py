@@ -73,8 +73,15 @@ def attach(
     if learner is not None:
         if drafter is None:
             raise ValueError("learner= trains the drafter; give both: attach(model, drafter, learner=learner).")
+        if not callable(getattr(learner, "attach", None)):
+            raise TypeError(f"learner= takes a hf_dart.Learner, not {type(learner).__name__}.")
         learner.attach(drafter)
-    return attached(model, drafter, namespace_of(memory))
+    try:
+        return attached(model, drafter, namespace_of(memory))
+    except BaseException:
+        if learner is not None:
+            learner.detach()
+        raise
 
 
 def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None, memory: Namespace | None = None) -> Any:
