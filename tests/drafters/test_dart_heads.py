@@ -107,44 +107,6 @@ def test_the_trainer_reaches_every_weight(option: str, tmp_path: Path) -> None:
     assert all(not torch.equal(value, before[name]) for name, value in head.named_parameters())
 
 
-@pytest.mark.parametrize("loss", ["dart", "left_to_right", "dpace", "lk"])
-def test_losses_over_a_draft_vocabulary(loss: str, tmp_path: Path) -> None:
-    """With every token in it nothing changes; with some, they are those of the restricted distributions."""
-    target = tiny_training.tiny_target(torch.float64)
-    rows = tiny_training.token_rows([[24], [12, 12]])
-    head = tiny_training.tiny_head(target)
-    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows, loss=loss)
-    batch = tiny_training.batch_of(rows, head.draft_length, 24)
-    whole = trainer.compute_loss(head, batch)
-    head.reduce_vocabulary(range(tiny_training.VOCABULARY))
-    torch.testing.assert_close(trainer.compute_loss(head, batch), whole, rtol=1e-12, atol=0)
-    # Logits of tokens outside are as good as not there if the target never says them, nor the text.
-    some = torch.arange(0, 50)
-    head.reduce_vocabulary(some)
-    batch["input_ids"] %= 50
-    partial = trainer.compute_loss(head, batch)
-    head.reduce_vocabulary(None)
-    unsaid = torch.zeros(tiny_training.VOCABULARY, dtype=torch.float64).index_fill(0, torch.arange(50, 61), -1e3)
-    hook = target.lm_head.register_forward_hook(lambda module, args, output: output + unsaid)
-    torch.testing.assert_close(trainer.compute_loss(head, batch), partial, rtol=1e-9, atol=1e-12)
-    hook.remove()
-
-
-def test_tau_counts_what_is_never_drafted(tmp_path: Path) -> None:
-    target = tiny_training.tiny_target(torch.float64)
-    head = tiny_training.tiny_head(target)
-    rows = tiny_training.token_rows(tiny_training.LENGTHS * 2)
-    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows)
-    before = trainer.evaluate(rows)
-    with torch.no_grad():
-        chosen = target(torch.stack([row["input_ids"] for row in rows])).logits.argmax(-1)
-    never = sorted(set(range(tiny_training.VOCABULARY)) - set(chosen.flatten().tolist()))
-    head.reduce_vocabulary(never)
-    after = trainer.evaluate(rows)
-    assert after["eval_tau"] == 1
-    assert 1 <= after["eval_tau_sampled"] < before["eval_tau_sampled"]
-
-
 # ---- draft vocabularies -----------------------------------------------------------------------------------
 
 

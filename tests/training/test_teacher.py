@@ -98,7 +98,7 @@ def test_goals_are_the_logits_of_a_plain_forward(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("loss", ["dart", "lk", "left_to_right", "tv"])
+@pytest.mark.parametrize("loss", ["dart", "lk", "left_to_right", "dpace", "tv"])
 @pytest.mark.parametrize("kind", ["plain", "softcapped"])
 def test_losses_and_figures_are_those_of_whole_distributions(kind: str, loss: str, tmp_path: Path) -> None:
     """The reference holds all logits of all tokens, those of drafts spread over the whole vocabulary."""
