@@ -8,6 +8,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import Tensor
 
 from hf_dart.cache.stock_layers import keeps_states, undone_on_failure
@@ -48,6 +50,7 @@ class PromptReader:
     generated token.
 
     Attributes:
+        state: of the drafter.
         last: [B, 1, F] features of the last position that was read.
         tail: the last positions that were handed on; None if there were none.
         width: how many positions the last chunk had.
@@ -57,7 +60,7 @@ class PromptReader:
     """
 
     def __init__(self, request: Request, state: Any) -> None:
-        self._target, self._request, self._state = request.model, request, state
+        self._target, self._request, self.state = request.model, request, state
         prompt = request.prompt[:, request.cached - request.total :]
         if request.multimodal and not prompt.is_floating_point():
             # Ids of images may have no embedding: such models look up another token there before inserting the image's.
@@ -74,6 +77,11 @@ class PromptReader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
+    @property
+    def read(self) -> int:
+        """Slots of the prompt that the target has read, the cached ones included; the last is `last`."""
+        return self._request.cached + self._next + 1
+
     def __call__(self, **inputs: Any) -> Any:
         drafter = self._request.drafter
         text_only = not extra_inputs(self._target, inputs)
@@ -88,7 +96,7 @@ class PromptReader:
         features = gather_features(outputs, drafter.feature_layers, ran)
         self.hand_on(features, merged_embeddings(self._target, outputs, ran) if merged else None)
         if self._request.pause is not None and self._next + 1 < self._prompt.shape[1]:
-            self._request.pause()
+            self._request.pause(self)
         return outputs
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
@@ -122,7 +130,7 @@ class PromptReader:
             piece = entries[:, first : first + AT_ONCE]
             taken = (counts - first).clamp(0, piece.shape[1])
             self.tail = Verified(entries_of(features, piece), entries_of(next_tokens, piece), taken)
-            self._request.drafter.extend(self._state, *self.tail)
+            self._request.drafter.extend(self.state, *self.tail)
         self._next += ready
 
     def prefill(self) -> Any:
@@ -144,25 +152,39 @@ class PromptReader:
         return outputs
 
 
-def in_pieces(request: Request, size: int, pause: Callable[[], None]) -> Request:
-    """Let a long prompt be read `size` tokens at a time, with `pause` called in between, where that is the same.
+def reads_in_pieces(request: Request) -> bool:
+    """Return True if a prompt may be read in pieces of any size, with the same outcome.
 
     Running states are read whole, as most targets begin a piece of several tokens without the state before it; and so
     are prompts past a length at which rotary frequencies change, as earlier pieces would have been read with others.
     """
-    config, rotary = request.generation_config, moving_rotary(request.model)
-    whole = (
-        config.prefill_chunk_size is not None
-        or request.total <= size
-        or request.cached > 0  # see _NOT_THE_PROMPT
+    rotary = moving_rotary(request.model)
+    return not (
+        request.generation_config.prefill_chunk_size is not None
         or request.multimodal
         or request.prompt.is_floating_point()
         or (rotary is not None and request.total > rotary[0])
         or any(map(keeps_states, request.stock_cache.layers))
     )
-    if whole:
+
+
+def in_pieces(request: Request, size: int, pause: Callable[[PromptReader], None], shared: int = 0) -> Request:
+    """Let a long prompt be read at most `size` tokens at a time, with `pause` called in between, where it may be.
+
+    Args:
+        request: the call.
+        size: tokens of a piece.
+        pause: is given what reads the prompt.
+        shared: tokens of the prompt after which a piece ends, or as few tokens before as there are pieces; 0 for none.
+    """
+    ahead = shared - request.cached
+    if ahead > 0:
+        size = ahead // -(-ahead // size)
+    # See _NOT_THE_PROMPT.
+    after_cache = request.cached == 0 or Version(transformers.__version__) >= Version("5.21.0.dev0")
+    if request.total - request.cached <= size or not after_cache or not reads_in_pieces(request):
         return request
-    config = copy(config)
+    config = copy(request.generation_config)
     config.prefill_chunk_size = size
     return replace(request, generation_config=config, pause=pause)
 

@@ -39,7 +39,7 @@ class JointDrafts:
         self.sessions: list[Session] = []
         state = like.drafter_state.state
         shares = type(state) is SlotCache and not self._config.refine
-        self._state = state.like(torch.zeros(1, dtype=torch.long), state.capacity) if shares else None
+        self._state = state.like(state.lengths.new_zeros(1), state.capacity) if shares else None
         self._own: dict[int, tuple[Any, Pace]] = {}
 
     def takes(self, session: Session) -> bool:

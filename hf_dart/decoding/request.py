@@ -75,7 +75,7 @@ class Request:
         windowed: layers with a sliding window may drop what has left it; else the cache holds the whole text.
         timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
         memory: texts of earlier calls (`decoding.suffix_store`); None for none.
-        pause: is called between two pieces of the prompt; None for none.
+        pause: is called with the `PromptReader` between two pieces of the prompt; None for none.
         observers: `decoding.session.Observer`s of this call, beside those of its drafter.
     """
 
@@ -100,7 +100,7 @@ class Request:
     windowed: bool
     timed: Collection[str]
     memory: Namespace | None = None
-    pause: Callable[[], None] | None = None
+    pause: Callable[[Any], None] | None = None
     observers: tuple[Any, ...] = ()
 
     @property

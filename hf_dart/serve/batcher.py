@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import AttachedGenerate, close_call, open_request, requested
-from hf_dart.decoding.feed import in_pieces
+from hf_dart.decoding.feed import PromptReader, in_pieces
 from hf_dart.decoding.finish import break_off
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.seats import Seats
@@ -26,10 +26,13 @@ from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.trial import check_verification
 from hf_dart.serve.handle import Handle
+from hf_dart.serve.prefixes import Prefixes
 from hf_dart.trees.config import TreeConfig
 
 MAX_TOKENS = 65_536
 """Tokens that the requests of a batcher may hold together, where nothing else is said."""
+PREFIX_TOKENS = 8_192
+"""Tokens of shared beginnings that a batcher keeps, where nothing else is said."""
 PIECE = 256
 """Tokens of prompts that are read between two rounds."""
 
@@ -62,6 +65,8 @@ class Batcher:
         seats: requests that run at a time.
         max_tokens: tokens that they may hold together. Each takes as many as the longest of them may reach, its prompt
             and `max_new_tokens`.
+        prefix_tokens: of beginnings that prompts share, such as system prompts, whose entries are kept for the next
+            ones; 0 keeps none. What was not used for longest makes room.
 
     Raises:
         TypeError: `model` is no model, or `drafter` no drafter of ours.
@@ -75,8 +80,9 @@ class Batcher:
         *,
         seats: int = 8,
         max_tokens: int = MAX_TOKENS,
+        prefix_tokens: int = PREFIX_TOKENS,
     ) -> None:
-        for name, value in (("seats", seats), ("max_tokens", max_tokens)):
+        for name, value in (("seats", seats), ("max_tokens", max_tokens), ("prefix_tokens + 1", prefix_tokens + 1)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r:.100}; give a number from 1 on.")
         self._model = unwrapped(model)
@@ -85,6 +91,7 @@ class Batcher:
         self._drafter = drafter or default or LookupDrafter(TreeConfig(nodes=1, draft_cost=0.0))
         check_verification(self._model)
         self.max_tokens = max_tokens
+        self._prefixes = Prefixes(prefix_tokens)
         self._seats = Seats(seats)
         self._waiting: deque[_Call] = deque()
         self._running: list[_Call] = []
@@ -211,7 +218,8 @@ class Batcher:
         """Read the prompt of a request and let it take a seat."""
         paused = [0.0, 0.0]
 
-        def pause() -> None:
+        def pause(reader: PromptReader) -> None:
+            self._prefixes.keep(request, reader, shared)
             before = perf_counter(), thread_time()
             self._round()
             paused[0] += perf_counter() - before[0]
@@ -220,7 +228,9 @@ class Batcher:
                 raise CancelledError
 
         try:
-            session = open_request(in_pieces(call.request, PIECE, pause), call.generator)
+            request, shared = self._prefixes.begin(call.request)
+            request = in_pieces(request, PIECE, pause, shared)
+            session = open_request(request, call.generator)
             stats = session.stats
             stats.seconds["prefill"] -= paused[0]
             stats.processor_seconds["prefill"] -= paused[1]

@@ -1,0 +1,144 @@
+"""`Prefixes`: beginnings that prompts share, such as system prompts, which the target reads once or twice in all."""
+
+from __future__ import annotations
+
+from collections import deque
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.decoding.feed import PromptReader, reads_in_pieces
+from hf_dart.decoding.request import Request
+from hf_dart.decoding.turns import DrafterState, leave
+from hf_dart.drafters.base import Verified
+from hf_dart.models.identity import identity
+from hf_dart.models.stock_steps import cache_name
+from hf_dart.models.support import parts_of
+
+_RECENT = 32  # prompts that a new one is compared with
+_LEAST = 32  # tokens that are worth a cache
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """A beginning of prompts.
+
+    Attributes:
+        tokens: [n + 1], the last of which the cache does not hold.
+        cache: stock's, of n tokens; its layers make new tensors when they grow, so that copies share these.
+        state: of the drafter, which has taken in the first n - 1 positions; None if it is read again.
+        features: [1, 1, F] of the last position.
+    """
+
+    tokens: Tensor
+    cache: Cache
+    state: SlotCache | None
+    features: Tensor
+
+
+class Prefixes:
+    """Caches of the beginnings that a prompt shares with one of the last ones before it.
+
+    The first prompt that shares a beginning reads it once more, and leaves its cache; those after it begin there.
+
+    Args:
+        most: tokens that are kept at a time; what was not used for longest makes room. 0 keeps nothing.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._prompts: deque[Tensor] = deque(maxlen=_RECENT)
+        self._kept: list[_Prefix] = []  # the one that was used last at the end
+        self._target: Any = None
+
+    def begin(self, request: Request) -> tuple[Request, int]:
+        """Return the request over the longest beginning that is kept, and the tokens worth keeping of its prompt."""
+        if not self._serves(request):
+            return request, 0
+        target = _state_of(request.model)
+        if target != self._target:
+            self._kept.clear()
+            self._target = target
+        ids = request.input_ids[0].cpu()
+        shared = max((_common(ids, other) for other in self._prompts), default=0) - 1
+        self._prompts.append(ids)
+        fitting = [one for one in self._kept if _common(ids, one.tokens) == len(one.tokens)]
+        if fitting:
+            prefix = max(fitting, key=lambda one: len(one.tokens))
+            self._kept = [*(one for one in self._kept if one is not prefix), prefix]
+            request = _over(request, prefix)
+        return request, shared if shared - request.cached >= _LEAST else 0
+
+    def _serves(self, request: Request) -> bool:
+        """Return True if a prompt may begin with a cache of ours, and leave one."""
+        layers = request.stock_cache.layers
+        return (
+            self._most > 0
+            and reads_in_pieces(request)
+            and request.cached == 0
+            and not any(request.pads)
+            and request.prompt.shape[1] == request.total
+            and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+            and not any(hasattr(part, "base_layer") for part in parts_of(request.model))  # adapters may be switched
+        )
+
+    def keep(self, request: Request, reader: PromptReader, shared: int) -> None:
+        """Keep what has been read of a prompt, if the next piece would go beyond what it shares with others.
+
+        Args:
+            request, shared: as `begin` returned them, the request in pieces.
+            reader: between two pieces.
+        """
+        read = reader.read
+        if not read <= shared < read + request.generation_config.prefill_chunk_size or read > self._most:
+            return
+        state, own = reader.state, None
+        if type(state) is SlotCache and int(state.counted[0]) == read - 1:
+            own = _copy(state)
+        cache = _sharing(request.stock_cache)
+        self._kept.append(_Prefix(request.input_ids[0, : read + 1].cpu(), cache, own, reader.last))
+        while sum(len(one.tokens) - 1 for one in self._kept) > self._most:
+            del self._kept[0]
+
+
+def _over(request: Request, prefix: _Prefix) -> Request:
+    """Return a request that begins with the cache of a prefix, from which its drafter's state goes on, too."""
+    cache, tokens = _sharing(prefix.cache), prefix.tokens[None]
+    if prefix.state is not None:
+        unread = Verified(prefix.features, tokens[:, -1:].to(request.input_ids.device), torch.ones(1, dtype=torch.long))
+        leave(cache, request.drafter, DrafterState(_copy(prefix.state), 0, request.pads), [unread], 0, tokens)
+    kwargs = {**request.model_kwargs, cache_name(request.model): cache}
+    return replace(request, model_kwargs=kwargs, cached=tokens.shape[1] - 1)
+
+
+def _sharing(cache: Cache) -> Cache:
+    """Return a cache that grows by itself, over the same tensors."""
+    other = copy(cache)
+    other.layers = [copy(layer) for layer in cache.layers]
+    return other
+
+
+def _copy(state: SlotCache) -> SlotCache:
+    """Return a drafter's state with entries of its own."""
+    other = state.like(state.lengths.new_zeros(1), state.longest)
+    other.take_rows(state, [(0, 0)])
+    return other
+
+
+def _common(one: Tensor, other: Tensor) -> int:
+    """Return the number of first tokens that two texts [T] share."""
+    length = min(len(one), len(other))
+    differ = (one[:length] != other[:length]).nonzero()
+    return int(differ[0]) if len(differ) else length
+
+
+def _state_of(model: PreTrainedModel) -> Any:
+    """Return a key that changes with a target's weights, and with what else its entries depend on."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return identity(model), [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in tensors]

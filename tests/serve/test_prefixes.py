@@ -1,0 +1,96 @@
+"""Beginnings that prompts share: read twice at most, exact, and forgotten where the target changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
+from torch import Tensor
+
+from hf_dart import Batcher, LookupDrafter, generate
+from hf_dart.serve import batcher as batcher_module
+from hf_dart.serve import prefixes as prefixes_module
+
+OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+DRAFTERS = {"head": tiny_head, "eagle": tiny_eagle_drafter, "lookup": lambda _: LookupDrafter()}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batcher_module, "PIECE", 16)
+    monkeypatch.setattr(prefixes_module, "_LEAST", 8)
+
+
+def with_system_prompt(count: int, seed: int = 0, length: int = 40) -> list[Tensor]:
+    """Prompts that share their first tokens, and the next one with none."""
+    system = prompts([length], seed=1000 + seed)["input_ids"]
+    tails = [prompts([5 + number], seed=seed + number)["input_ids"] for number in range(count)]
+    return [torch.cat([system, torch.tensor([[2 + number]]), tail], dim=1) for number, tail in enumerate(tails)]
+
+
+def run(batcher: Batcher, ids: Tensor, seed: int) -> tuple[Tensor, Any, int]:
+    """The text of a request that runs alone, its statistics, and the tokens of the prompt that the target read."""
+    read: list[int] = []
+    target, wrapped = batcher._model, type(batcher._model).prepare_inputs_for_generation
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        inputs = wrapped(target, *args, **kwargs)
+        read.append(inputs["input_ids"].shape[1])
+        return inputs
+
+    target.prepare_inputs_for_generation = counted
+    try:
+        handle = batcher.submit(ids, **OPTIONS, seed=seed)
+        text = handle.result()
+    finally:
+        del target.prepare_inputs_for_generation
+    return text, handle.stats, sum(read) - 1  # the last one is stock's first step, which is not run
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", pytest.param("gpt2", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_texts_and_drafts_stay(kind: str, family: str) -> None:
+    target = tiny_target(family)
+    drafter = DRAFTERS[kind](target)
+    batcher = Batcher(target, drafter, seats=2)
+    for number, ids in enumerate(with_system_prompt(5)):
+        text, stats, read = run(batcher, ids, number)
+        torch.manual_seed(number)
+        assert torch.equal(text, generate(target, ids, assistant=drafter, **OPTIONS))
+        assert stats.committed == drafter.last_stats.committed  # its drafts too go on from what was read
+        assert read == ids.shape[1] - (39 if number > 1 else 0)
+    ids[0, 38] += 1  # one token that is not the same
+    text, _, read = run(batcher, ids, 0)
+    torch.manual_seed(0)
+    assert torch.equal(text, type(target).generate(target, ids, **OPTIONS))
+    assert read == ids.shape[1]
+    batcher.close()
+
+
+def test_a_bound_and_other_prompts() -> None:
+    target = tiny_target("llama")
+    batcher = Batcher(target, tiny_head(target), prefix_tokens=50)
+    first, second = with_system_prompt(3, 0), with_system_prompt(3, 50)
+    expected = [(first[0], 0), (first[1], 0), (first[2], 39), (second[0], 0), (second[1], 0), (second[2], 39)]
+    for ids, spared in [*expected, (first[0], 0)]:  # the first beginning has made room
+        text, _, read = run(batcher, ids, 3)
+        torch.manual_seed(3)
+        assert torch.equal(text, type(target).generate(target, ids, **OPTIONS))
+        assert read == ids.shape[1] - spared
+    none = Batcher(target, tiny_head(target), prefix_tokens=0)
+    assert [run(none, ids, 3)[2] for ids in first] == [ids.shape[1] for ids in first]
+
+
+def test_a_target_that_changes() -> None:
+    target = tiny_target("llama")
+    batcher = Batcher(target)
+    for number, ids in enumerate(with_system_prompt(4)):
+        if number == 3:
+            with torch.no_grad():
+                target.model.layers[0].mlp.down_proj.weight.mul_(2.0)
+        text, _, read = run(batcher, ids, number)
+        torch.manual_seed(number)
+        assert torch.equal(text, type(target).generate(target, ids, **OPTIONS))
+        assert read == ids.shape[1] - (39 if number == 2 else 0)
