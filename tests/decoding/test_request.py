@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from support.cases import replay
+from support.cases import GREEDY, SAMPLED, replay
 from support.compare import assert_identical, outcome, run, snapshot
 from support.sentences import refused
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
@@ -22,8 +22,6 @@ from hf_dart.decoding.api import attach
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification
 
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 INPUTS = prompts([7])
 RIGHT_PADDED = {
     "input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]]),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support import tiny_training
-from support.cases import MODES
+from support.cases import GREEDY, MODES
 from support.compare import assert_identical, run, tally
 from support.heads import histories, in_one_pass
 from support.letters import letters
@@ -252,7 +252,6 @@ def test_a_damaged_draft_vocabulary_is_refused(target: Any, tmp_path: Path) -> N
 
 # ---- heads as a whole -------------------------------------------------------------------------------------
 
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
 
 def test_fields_that_differ_by_layer() -> None:

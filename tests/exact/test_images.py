@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from support.cases import replay
+from support.cases import GREEDY, SAMPLED, replay
 from support.compare import assert_identical, run, tally
 from support.engines import engine
 from support.families import needs_running_states
@@ -29,8 +29,6 @@ from hf_dart.drafters.base import Drafter
 from hf_dart.models.stock_steps import CACHE
 
 SEEN = tally("float64, with images")
-GREEDY = {"do_sample": False, "max_new_tokens": 20}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
 WORDS = {"suppress_tokens": [43, 44, 45, 46, 47]}  # no image's tokens, of which another turn would want the image
 
 
