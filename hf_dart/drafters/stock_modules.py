@@ -20,6 +20,9 @@ from hf_dart.drafters.cost import relative_cost
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
+SHAPE = ("draft_length", "beam")
+"""Options of `from_pretrained` that say how such drafters draft."""
+
 
 class ModuleCache(SlotCache):
     """Keys and values of modules of transformers in one call.

@@ -237,16 +237,8 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         return attach_to(drafter, target, tokenizer)
 
     @classmethod
-    def _load(
-        cls,
-        path: str,
-        target: PreTrainedModel | None,
-        tokenizer: Any,
-        dtype: Any,
-        *,
-        config: Any = None,
-        **where: Any,
-    ) -> Self:
+    def _load(cls, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any, **where: Any) -> Self:
+        config = where.pop("config", None)
         content, commit = head_config(path, **where)
         if commit is not None:
             where["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile

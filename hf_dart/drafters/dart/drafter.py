@@ -95,17 +95,9 @@ class DartHead(DartModel):
         return head if draft_vocabulary is None else head.reduce_vocabulary(draft_vocabulary)
 
     @classmethod
-    def _load(
-        cls,
-        path: str,
-        target: PreTrainedModel | None,
-        tokenizer: Any,
-        dtype: Any,
-        *,
-        base: str | None = None,
-        **where: Any,
-    ) -> Self:
+    def _load(cls, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any, **where: Any) -> Self:
         """Load a head; `path` may also be that of an adapter, which brings its head with it."""
+        base = where.pop("base", None)
         head = adapters.from_folder(cls, path, base, target=target, tokenizer=tokenizer, dtype=dtype, **where)
         if head is None:
             head = super()._load(path, target, tokenizer, dtype, **where)

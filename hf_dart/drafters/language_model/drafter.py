@@ -23,7 +23,7 @@ from hf_dart.drafters.beams import View
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.cost import model_sizes
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter
+from hf_dart.drafters.stock_modules import SHAPE, ModuleCache, StockDrafter
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.mtp_module import module_count
@@ -101,20 +101,11 @@ class LanguageModelDrafter(StockDrafter):
         self._attach(target)
 
     @classmethod
-    def _load(
-        cls,
-        path: str,
-        target: PreTrainedModel | None,
-        tokenizer: Any,
-        dtype: Any,
-        *,
-        draft_length: int = 5,
-        beam: int = 4,
-        **kwargs: Any,
-    ) -> Self:
+    def _load(cls, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any, **kwargs: Any) -> Self:
         """Load a language model with `AutoModelForCausalLM`, to where the target's LM head is; no code is run."""
         if target is None:
             raise ValueError(f"{path} is a language model, which drafts for another one; pass target=model.")
+        shape = {name: kwargs.pop(name) for name in SHAPE if name in kwargs}
         if kwargs.pop("trust_remote_code", False):
             raise ValueError("Code of a repository is not run to draft; leave trust_remote_code= out.")
         if Path(path).resolve() == Path(target.config.name_or_path).resolve() and dtype is None and not kwargs:
@@ -128,7 +119,7 @@ class LanguageModelDrafter(StockDrafter):
                 raise ValueError(f"it lacks {missing[0]}")
         if "device_map" not in kwargs:
             model.to(device_of(lm_head_of(target)))
-        return cls(model, target, tokenizer=tokenizer, draft_length=draft_length, beam=beam)
+        return cls(model, target, tokenizer=tokenizer, **shape)
 
     @property
     def feature_layers(self) -> list[int]:

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.beams import View, last_of
 from hf_dart.drafters.cost import sizes
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter
+from hf_dart.drafters.stock_modules import SHAPE, ModuleCache, StockDrafter
 from hf_dart.hub.download import cached_commit
 from hf_dart.interop.mtp_module import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.models.devices import device_of, users_default
@@ -102,21 +102,12 @@ class MtpDrafter(StockDrafter):
         return cls.from_pretrained(path, target=target, **({"revision": revision} if revision else {}), **options)
 
     @classmethod
-    def _load(
-        cls,
-        path: str,
-        target: PreTrainedModel | None,
-        tokenizer: Any,
-        dtype: Any,
-        *,
-        draft_length: int = 5,
-        beam: int = 4,
-        **where: Any,
-    ) -> Self:
+    def _load(cls, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any, **where: Any) -> Self:
         """Read the module in a checkpoint of the target's, or a head of speculators, in the target's dtype."""
         if target is None:
             raise ValueError(f"{path} is the checkpoint of a target; pass target=model to draft with its module.")
-        return cls(read_module(path, target, **where), target, draft_length=draft_length, beam=beam)
+        shape = {name: where.pop(name) for name in SHAPE if name in where}
+        return cls(read_module(path, target, **where), target, **shape)
 
     @property
     def feature_layers(self) -> list[int]:
