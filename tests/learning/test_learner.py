@@ -482,7 +482,7 @@ def test_heads_that_cannot_learn(target: Any, head: DartHead) -> None:
             attach(target, drafter, learner=Learner())
         one_sentence(refused)
         assert drafter is None or drafter.observers == ()
-    with pytest.raises(TypeError, match="takes a hf_dart.Learner, not Adam") as refused:
+    with pytest.raises(TypeError, match=r"takes a hf_dart.Learner, not Adam") as refused:
         attach(target, head, learner=torch.optim.Adam(head.parameters()))
     one_sentence(refused)
     with pytest.raises(TypeError, match="memory"):
