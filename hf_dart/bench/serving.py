@@ -10,10 +10,10 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from random import Random
 from socket import socket
@@ -123,48 +123,47 @@ def ask(port: int, body: dict[str, Any]) -> Answer:
     return Answer(first, time.perf_counter() - begun, tokens, text, None if tokens else "no tokens were counted")
 
 
-def measure(command: Sequence[str], model: str, prompts: list[str], settings: Settings) -> list[dict[str, Any]]:
-    """Measure one server with each number of clients; before that, every request alone.
+def measure(
+    commands: dict[str, list[str]], model: str, prompts: list[str], settings: Settings
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure servers that run at a time, one after the other with each number of clients.
 
     Args:
-        command: that starts it.
+        commands: that start them, by name.
         model: by which requests name the model.
         prompts: of the requests, in turn, each with a seed of its own.
         settings: of the run.
     """
     common = {"model": model, "max_tokens": settings.new_tokens, "temperature": settings.temperature}
     bodies = [{**common, "prompt": prompt, "seed": seed} for seed, prompt in enumerate(prompts)]
-    found = []
-    with running(command) as (port, process):
-        alone = [ask(port, body) for body in bodies]
-
-        def client(number: int, waits: list[float]) -> list[tuple[Answer, str]]:
-            answers = []
-            for count, wait in enumerate(waits):
-                time.sleep(wait)
-                which = (number * settings.requests + count) % len(bodies)
-                answers.append((ask(port, bodies[which]), alone[which].text))
-            return answers
-
-        for clients in settings.clients:
-            before, begun = _cpu_seconds(process), time.perf_counter()
-            with ThreadPoolExecutor(clients) as pool:
-                answers = [*chain(*pool.map(client, range(clients), pauses(settings, clients)))]
-            seconds, after = time.perf_counter() - begun, _cpu_seconds(process)
-            used = None if before is None or after is None else after - before
-            found.append({"clients": clients, **_result(answers, seconds, used)})
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    with ExitStack() as stack:
+        places = {name: stack.enter_context(running(command)) for name, command in commands.items()}
+        alone = {name: [ask(port, body).text for body in bodies] for name, (port, _) in places.items()}
+        for clients, (name, place) in product(settings.clients, places.items()):
+            found[name].append({"clients": clients, **_loaded(*place, bodies, alone[name], clients, settings)})
     return found
 
 
-def pauses(settings: Settings, clients: int) -> list[list[float]]:
-    """Draw for each client how many seconds it waits before each of its requests."""
-    random = Random(settings.seed)
-    return [[random.expovariate(1 / settings.pause) for _ in range(settings.requests)] for _ in range(clients)]
+def _loaded(
+    port: int, process: int, bodies: list[dict[str, Any]], alone: list[str], clients: int, settings: Settings
+) -> dict[str, Any]:
+    """Return the figures of one server with so many clients; `alone` are the texts of `bodies` without others."""
 
+    def client(number: int, waits: list[float]) -> list[tuple[Answer, str]]:
+        answers = []
+        for count, wait in enumerate(waits):
+            time.sleep(wait)
+            which = (number * settings.requests + count) % len(bodies)
+            answers.append((ask(port, bodies[which]), alone[which]))
+        return answers
 
-def _result(answers: list[tuple[Answer, str]], seconds: float, used: float | None) -> dict[str, Any]:
-    """Return the figures of answers, each with its text alone, in so many seconds, and seconds of processors."""
-    good = [(one, alone) for one, alone in answers if one.error is None]
+    before, begun = _cpu_seconds(process), time.perf_counter()
+    with ThreadPoolExecutor(clients) as pool:
+        answers = [*chain(*pool.map(client, range(clients), pauses(settings, clients)))]
+    seconds, after = time.perf_counter() - begun, _cpu_seconds(process)
+    used = None if before is None or after is None else after - before
+    good = [(one, text) for one, text in answers if one.error is None]
     firsts, tokens = [one.first for one, _ in good] or [0.0], sum(one.tokens for one, _ in good)
     return {
         "requests": len(answers),
@@ -176,8 +175,14 @@ def _result(answers: list[tuple[Answer, str]], seconds: float, used: float | Non
         "seconds": seconds,
         "tokens_per_second": tokens / seconds,
         "tokens_per_cpu_second": tokens / used if used else None,
-        "as_alone": sum(one.text == alone for one, alone in good),
+        "as_alone": sum(one.text == text for one, text in good),
     }
+
+
+def pauses(settings: Settings, clients: int) -> list[list[float]]:
+    """Draw for each client how many seconds it waits before each of its requests."""
+    random = Random(settings.seed)
+    return [[random.expovariate(1 / settings.pause) for _ in range(settings.requests)] for _ in range(clients)]
 
 
 def _cpu_seconds(process: int) -> float | None:

@@ -68,7 +68,7 @@ def _add_serve(commands: Any) -> None:
         "--prompt-tokens", type=common.positive, default=96, metavar="LENGTH", help="of the longest (default: 96)"
     )
     parser.add_argument("--temperature", type=common.temperature, help="of all requests (default: 0, greedy)")
-    parser.add_argument("--seats", type=common.positive, default=8, help="of hf-dart serve (default: %(default)s)")
+    parser.add_argument("--seats", type=common.positive, default=16, help="of hf-dart serve (default: %(default)s)")
     parser.add_argument("--ours-alone", action="store_true", help="leave transformers' server out")
     common.json_option(parser)
     parser.set_defaults(command=_run_serve)
@@ -90,13 +90,11 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     given = {"seats": arguments.seats, **common.given(arguments, names), "target": target}
     ours = [word for name, value in given.items() for word in (f"--{name}", str(value))]
     commands = serving.commands(ours, target, content["dtype"])
-    del pair
-    content["results"] = {}
-    for name, command in commands.items():
-        if name == "hf-dart serve" or not arguments.ours_alone:
-            common.say(name)
-            content["results"][name] = serving.measure(command, target, asked, settings)
-    common.show("\n".join([tables.headline(content), "", serving.as_table(content["results"])]))
+    if arguments.ours_alone:
+        commands = dict([*commands.items()][:1])
+    content["results"] = serving.measure(commands, target, asked, settings)
+    content["markdown"] = "\n".join([tables.headline(content), "", serving.as_table(content["results"])])
+    common.show(content["markdown"])
     common.write_json(arguments.json, content)
     return 0
 

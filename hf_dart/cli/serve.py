@@ -26,7 +26,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--api-key", metavar="KEY", help=f"that requests have to bring (default: ${_KEY}, else none)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="for chat, in place of the tokenizer's own")
     parser.add_argument(
-        "--seats", type=common.positive, default=8, help="texts that are written at a time (default: %(default)s)"
+        "--seats", type=common.positive, default=16, help="texts that are written at a time (default: %(default)s)"
     )
     parser.add_argument(
         "--waiting", type=common.positive, default=64, help="texts that may wait for a seat (default: %(default)s)"

@@ -86,7 +86,7 @@ def build_app(service: Service, api_key: str | None = None, enable_cors: bool = 
 
     @app.get("/health")
     async def health() -> Any:
-        return {"status": "ok", "running": service.running, "waiting": service.taken - service.running}
+        return {"status": "ok", "running": service.batcher.running, "waiting": service.batcher.waiting}
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -101,6 +101,8 @@ def build_app(service: Service, api_key: str | None = None, enable_cors: bool = 
 
 _BODY_SECONDS = 30
 """Time in which the body of a request has to come."""
+_READ_AT_ONCE = 32
+"""Requests that may be here beside those whose texts are written or wait."""
 _FAILED = Refusal("The server failed; its log says why.", status=500)
 
 
@@ -162,7 +164,7 @@ class Guard:
     """
 
     def __init__(self, app: Any, service: Service, api_key: str | None) -> None:
-        self._app, self._limits, self._key = app, service.limits, api_key
+        self._app, self._service, self._key, self._inside = app, service, api_key, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Pass a request on, or refuse it."""
@@ -170,7 +172,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         begun, status = perf_counter(), 500
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        self._inside += 1
 
         async def noted(message: Any) -> None:
             nonlocal status
@@ -178,18 +180,25 @@ class Guard:
             await send(message)
 
         try:
-            if self._key is None or hmac.compare_digest(given, b"Bearer " + self._key.encode()):
-                await self._app(scope, self._bounded(receive), noted)
-            else:
-                refusal = Refusal("The API key is missing or wrong; send it as Authorization: Bearer KEY.", status=401)
-                await refusal.response()(scope, receive, noted)
+            self._check(dict(scope["headers"]).get(b"authorization", b""))
+            await self._app(scope, self._bounded(receive), noted)
+        except Refusal as refusal:
+            await refusal.response()(scope, receive, noted)
         finally:
+            self._inside -= 1
             note = scope.get("state", {}).get("note", "")
             log.info("%s %s %d, %.3f s, %s", scope["method"], scope["path"], status, perf_counter() - begun, note)
 
+    def _check(self, key: bytes) -> None:
+        """Raise a `Refusal` for a wrong key, and for more requests than those that may be read while others wait."""
+        if self._key is not None and not hmac.compare_digest(key, b"Bearer " + self._key.encode()):
+            raise Refusal("The API key is missing or wrong; send it as Authorization: Bearer KEY.", status=401)
+        if self._inside > self._service.room + _READ_AT_ONCE:
+            raise Refusal("Too many requests are here; try again in a second.", status=429, **{"Retry-After": "1"})
+
     def _bounded(self, receive: Any) -> Any:
         """Return `receive` for a body that is neither too large nor too slow."""
-        size, whole, end = 0, False, asyncio.get_running_loop().time() + _BODY_SECONDS
+        most, size, whole, end = self._service.limits.body, 0, False, asyncio.get_running_loop().time() + _BODY_SECONDS
 
         async def bounded() -> Any:
             nonlocal size, whole
@@ -199,8 +208,8 @@ class Guard:
             except TimeoutError:
                 raise Refusal(f"The request took more than {_BODY_SECONDS} s; send it faster.", status=408) from None
             size, whole = size + len(message.get("body", b"")), not message.get("more_body", False)
-            if size > self._limits.body:
-                raise Refusal(f"The request has more than {self._limits.body} bytes; send less.", status=413)
+            if size > most:
+                raise Refusal(f"The request has more than {most} bytes; send less.", status=413)
             return message
 
         return bounded

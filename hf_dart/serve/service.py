@@ -35,7 +35,7 @@ class Limits:
     """
 
     length: int
-    seats: int = 8
+    seats: int = 16
     tokens: int = MAX_TOKENS
     waiting: int = 64
     body: int = 2**22
@@ -60,8 +60,8 @@ class Service:
         self.tokenizer, self.names, self.limits, self.taken = tokenizer, [*names], limits, 0
         self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.tokens)
         self.metrics = Metrics(self.names[0])
-        self.metrics.watch("num_requests_running", lambda: self.running)
-        self.metrics.watch("num_requests_waiting", lambda: self.taken - self.running)
+        self.metrics.watch("num_requests_running", lambda: self.batcher.running)
+        self.metrics.watch("num_requests_waiting", lambda: self.batcher.waiting)
         self.metrics.watch("num_seats", lambda: limits.seats)
         self.reader = ThreadPoolExecutor(1)
         ends = model.generation_config.eos_token_id
@@ -70,9 +70,9 @@ class Service:
         self._vocabulary = len(model.get_input_embeddings().weight)
 
     @property
-    def running(self) -> int:
-        """Number of texts that are being written."""
-        return min(self.taken, self.limits.seats)
+    def room(self) -> int:
+        """Number of texts that may be written or wait."""
+        return self.limits.seats + self.limits.waiting
 
     def close(self) -> None:
         """End all calls."""
@@ -81,10 +81,9 @@ class Service:
 
     def refuse_if_full(self, more: int = 1) -> None:
         """Raise a `Refusal` if so many more texts find no place."""
-        room = self.limits.seats + self.limits.waiting
-        if more > room:
-            raise Refusal(f"{more} texts are asked for at once; ask for {room} at most.", "n")
-        if self.taken + more > room:
+        if more > self.room:
+            raise Refusal(f"{more} texts are asked for at once; ask for {self.room} at most.", "n")
+        if self.taken + more > self.room:
             message = f"{self.taken} texts are written or wait, as many as may be; try again in a second."
             raise Refusal(message, status=429, **{"Retry-After": "1"})
 

@@ -44,7 +44,10 @@ ThreadingHTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
 def test_figures_of_a_server() -> None:
     """First tokens are texts, not empty chunks; texts are held to those alone; what fails is counted apart."""
     settings = serving.Settings(clients=(1, 3), requests=2, new_tokens=3, pause=0.01)
-    one, three = serving.measure([sys.executable, "-c", SERVER], "m", ["stays", "changes", "fails"], settings)
+    commands = {name: [sys.executable, "-c", SERVER] for name in ("one", "another")}
+    found = serving.measure(commands, "m", ["stays", "changes", "fails"], settings)
+    one, three = found["one"]
+    assert [entry["as_alone"] for entry in found["another"]] == [one["as_alone"], three["as_alone"]]
     assert (one["clients"], three["clients"]) == (1, 3)
     assert (one["requests"], one["failed"], one["as_alone"], one["tokens"]) == (2, 0, 1, 6)
     assert (three["requests"], three["failed"], three["as_alone"], three["tokens"]) == (6, 2, 2, 12)
@@ -70,4 +73,4 @@ def test_pauses_are_those_of_the_seed() -> None:
 def test_a_server_that_ends() -> None:
     command = [sys.executable, "-c", "raise SystemExit('it needs more packages')"]
     with pytest.raises(UserError, match=r"does not answer \(it needs more packages\); run it by itself"):
-        serving.measure(command, "m", ["x"], serving.Settings())
+        serving.measure({"it": command}, "m", ["x"], serving.Settings())

@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -317,6 +319,22 @@ def test_more_than_may_wait(service: Service, address: str, client: Any) -> None
         assert (status, headers["Retry-After"], error["type"]) == (429, "1", "rate_limit_error")
         assert "23 texts are written or wait" in error["message"]
     wait_for(lambda: service.taken == 0)
+
+
+def test_more_requests_than_are_read(target: Any) -> None:
+    """Bodies that do not come hold no more memory than so many may."""
+    service = Service(target, TOKENIZER, tiny_head(target), [NAME], Limits(length=200, seats=1, waiting=1))
+    with served(service) as address, ExitStack() as stack:
+        for _ in range(34):
+            half = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(address).port)))
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 9000\r\n\r\n{")
+        wait_for(lambda: ask(address, "/v1/completions", {"prompt": "x"})[0] == 429)
+        status, error, headers = refused(address, "completions", {"prompt": "x"})
+        assert (status, error["message"], headers["Retry-After"]) == (
+            429, "Too many requests are here; try again in a second.", "1"
+        )  # fmt: skip
+        stack.close()
+        wait_for(lambda: ask(address, "/v1/completions", {"prompt": "x"})[0] == 200)
 
 
 # ---- clients that leave, and the end -------------------------------------------------------------------------
