@@ -90,7 +90,7 @@ class SuffixStore:
         """Erase the texts of one namespace, or of all. Calls that still run are taken in when they end."""
         with self._lock:
             if name is None:
-                self._index = TextIndex(TextIndex.capacity_of(self.most_bytes))
+                self._index = TextIndex(self.most_bytes // TextIndex.BYTES)
                 self._numbers: dict[str, int] = {}
                 self.right, self.seen = [WEIGHT * chance for chance in PRIOR], [WEIGHT] * len(PRIOR)
             elif name in self._numbers:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf, log
 from typing import Any, Protocol
 
@@ -25,8 +25,8 @@ from hf_dart.trees.tree import STEP
 KEYS = (1, 3)  # lengths of the runs of tokens that places are found by
 LONGEST = 32  # matches are not told apart beyond this length
 TRIED = 16  # places that are compared, the latest ones
-NODES = 32  # of the tree of one row
-WORTH = 0.02  # a copied token less likely than this to be right is not proposed
+NODES = 24  # of the tree of one row
+_WORTH = 0.03  # least chance of a copied token that is proposed, its whole path counted
 _SHORTER = 0.25  # weight of a place whose match is one token shorter
 _OWN = 2.0  # weight of a place in the running text, beside one in the memory
 _AGREE = 0.9  # places agree on a token that has this share of their weight
@@ -206,6 +206,9 @@ class TextIndex:
         capacity: most tokens.
     """
 
+    BYTES = 8 + 6 * len(KEYS)
+    """Most bytes that a token takes, its places in the index counted."""
+
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._shift = 65 - (capacity // 2).bit_length()
@@ -218,11 +221,6 @@ class TextIndex:
         self._view = views(self.tokens)
         self._chains = [(views(prev), views(head)) for prev, head in zip(self._prev, self._head, strict=True)]
         self.end = 1  # place after the last token
-
-    @staticmethod
-    def capacity_of(size: int) -> int:
-        """Return the tokens that an index of at most `size` bytes has room for."""
-        return size // (8 + 6 * len(KEYS))
 
     def add(self, tokens: Array) -> None:
         """Add tokens [n] int64 after the last one, of which the last `capacity` stay."""
@@ -386,43 +384,47 @@ class RowCopies:
         """
         found = Copies([], [], [], [])
         self._cells = cells = []
+        # In the order of their tokens, those that share a path stand side by side, and agree if the first and last do.
+        order = sorted(range(len(rows)), key=rows.__getitem__)
         longest = max(lengths, default=0)
-        weights = [
-            _SHORTER ** (longest - length) * (1.0 if source else _OWN)
-            for length, source in zip(lengths, sources, strict=True)
-        ]
-        waiting: list[tuple[float, int, int, int, int, list[int], tuple[int, float]]] = []
+        weights = [_SHORTER ** (longest - lengths[row]) * (1.0 if sources[row] else _OWN) for row in order]
+        rows, before = [rows[row] for row in order], [0.0, *accumulate(weights)]
+        # The longest match counts, the text's own before the memory's.
+        ranks = [(lengths[row], -sources[row]) for row in order]
+        waiting: list[tuple[float, int, int, int, int, int, int, float]] = []
         number = 0
 
-        def branch(parent: int, total: float, level: int, members: list[int]) -> None:
+        def branch(parent: int, total: float, level: int, first: int, last: int) -> None:
             nonlocal number
-            groups: dict[int, list[int]] = {}
-            for row in members:
-                groups.setdefault(rows[row][level], []).append(row)
-            whole = sum(weights[row] for row in members)
-            for token, those in groups.items():
-                if token == 0:
-                    continue
-                share = sum(weights[row] for row in those) / whole
-                best = max(those, key=lengths.__getitem__)
-                kind = _DISAGREE if share < _AGREE else _SEVERAL if len(those) > 1 else _ONE
-                cell = sources[best] + kind + _CELL[lengths[best] + level]
-                likely = total + min(log(share * self._chance(cell)), -STEP)
-                if likely > log(WORTH):
-                    number += 1
-                    heappush(waiting, (-likely, number, token, parent, level + 1, those, (cell, share)))
+            whole = before[last + 1] - before[first]
+            while first <= last:
+                token, end = rows[first][level], last
+                while rows[end][level] != token:
+                    end -= 1
+                if token:
+                    share = (before[end + 1] - before[first]) / whole
+                    length, source = ranks[first] if end == first else max(ranks[first : end + 1])
+                    kind = _DISAGREE if share < _AGREE else _ONE if end == first else _SEVERAL
+                    cell = kind - source + _CELL[length + level]
+                    chance = min(share * self._chance(cell), 1 - STEP)
+                    likely = total + log(chance) if chance > _WORTH else -inf
+                    if likely > log(_WORTH):
+                        number += 1
+                        heappush(waiting, (-likely, number, parent, level + 1, first, end, cell, share))
+                first = end + 1
 
         if rows:
-            branch(-1, 0.0, 0, list(range(len(rows))))
+            branch(-1, 0.0, 0, 0, len(rows) - 1)
         while waiting and len(found) < NODES:
-            less, _, token, parent, level, those, cell = heappop(waiting)
+            less, _, parent, level, first, last, cell, share = heappop(waiting)
+            token = rows[first][level - 1]
             found.tokens.append(token - self._base)
             found.parents.append(parent)
             found.depths.append(level)
             found.totals.append(-less)
-            cells.append(cell)
+            cells.append((cell, share))
             if level < depth and token not in ends:
-                branch(len(found) - 1, -less, level, those)
+                branch(len(found) - 1, -less, level, first, last)
         return found
 
     def _chance(self, cell: int) -> float:
