@@ -50,6 +50,7 @@ def run(code: str, names: dict[str, Any], folder: Path) -> None:
         '"yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"': repr(str(PACKAGED_HEAD)),
         '"runs/': f'"{folder}/',
         '"all.ngram"': repr(str(folder / "all.ngram")),
+        '"texts.safetensors"': repr(str(folder / "texts.safetensors")),
         '"answers.jsonl"': repr(str(folder / "answers.jsonl")),
         "max_new_tokens=512": "max_new_tokens=24",
         "max_steps=20_000": "max_steps=2, per_device_train_batch_size=1",
