@@ -103,5 +103,5 @@ def measure(
     verify = [(1.0, 1.0)]
     for size in sizes[1:]:
         alone = quickest(str(size), rest_of) / plain - found.get("level_cost", 0.0)
-        verify.append((float(size), round(max(alone, verify[-1][1]), 3)))
+        verify.append((float(size), max(round(alone, 3), 0.001)))  # steps may fall
     return Profile({"verify_costs": tuple(verify), **found}, 1000 * token, 1000 * plain)

@@ -166,6 +166,10 @@ class _Told:
     tokens: Sequence[int] = ()
     limit = 0
 
+    def looks_for_copies(self) -> bool:
+        """Look for copies in every round: the pace of all calls needs them."""
+        return True
+
     def choose(self, copies: Any, *_: Any) -> tuple[str, Any]:
         """Leave the choice to the pace of all calls."""
         return PAUSE, copies

@@ -35,8 +35,11 @@ _LIKELY = 0.5  # tokens that copies are expected to bring where they may be what
 _MEMORY = 32  # drafts of a row, and rounds, over which running means reach
 _SETTLED = 16  # drafted rounds after which a mode that pays counts as paying
 _WARN_AFTER = 2  # pauses without a paying mode between them
-_LEAD = 8.0  # tokens by which a row is ahead of the slowest one when its weight is lower by a factor of e
+_LEAD = 4.0  # a row that is ahead of the slowest one by 1 + (its tokens)**0.5 / _LEAD weighs less by a factor of e
 _KINDS = 64  # kinds of calls that are remembered
+
+_HOPE = 0.25  # tokens that copies are taken to gain in a round before any was looked for
+_SELDOM = 3  # one round in 2**3 looks for copies, where they do not pay
 
 _TIMED_DRAFTS = 9  # last drafts whose median time counts, a third of them at least
 _SPEED = 1 / 8  # weight of a round in the running mean of the machine's speed
@@ -50,13 +53,16 @@ _LOGGER = logging.getLogger(__name__)
 def row_weights(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
     """Weights of a token more in each row, which sum to 1: a batch is done when its slowest row is.
 
+    Which row will be that is less and less open as rows part: leads that come by chance grow with the root of the text.
+
     Args:
         emitted: tokens of each row so far.
         limits: tokens that each may emit in the coming round; rows with 0 take no part.
     """
     slowest = min((tokens for tokens, limit in zip(emitted, limits, strict=True) if limit > 0), default=0)
     rows = zip(emitted, limits, strict=True)
-    weights = [exp((slowest - tokens) / _LEAD) if limit > 0 else 0.0 for tokens, limit in rows]
+    lead = 1 + slowest**0.5 / _LEAD
+    weights = [exp((slowest - tokens) / lead) if limit > 0 else 0.0 for tokens, limit in rows]
     total = sum(weights) or 1.0
     return [weight / total for weight in weights]
 
@@ -75,6 +81,8 @@ class PaceRecord:
         pauses: since drafts last paid.
         drafted: rows of drafted rounds in all, and the tokens that they emitted.
         draft_costs: of the last drafts, where they are timed.
+        copied: running mean of what a round of copies alone gains by them, in tokens less its cost, where it is timed.
+        fruitless: rounds that have looked for copies since that was above 0.
         correction: [N] measured cost of verifying 1 to N nodes per row, divided by its estimate.
         timed: [N] rounds that were measured, fewer the longer ago they are.
     """
@@ -91,6 +99,8 @@ class PaceRecord:
     pauses: int = 0
     drafted: tuple[int, int] = (0, 0)
     draft_costs: tuple[float, ...] = ()
+    copied: float = _HOPE
+    fruitless: int = 0
 
 
 class Pace:
@@ -130,6 +140,7 @@ class Pace:
         self._seconds = 0.0  # of a round that verifies the root alone
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copies] = ()
+        self._begun, self._looks, self._looking = 0, True, 0.0  # rounds; does this one look for copies; cost of that
         self._records, self._kind = records, (kind, depth, len(self._verify))
         known = None if records is None else records.get(self._kind)
         if known is not None:
@@ -166,6 +177,13 @@ class Pace:
         """
         looks = 1 + (self._config.refine if refined else 0)
         return RoundCost(self._draft_cost * looks if drafted else 0.0, self._verify, self._estimate.level)
+
+    def looks_for_copies(self) -> bool:
+        """Begin a round, and tell whether it looks for copies: seldom where they do not pay for that, as measured."""
+        self._begun += 1
+        stride = 1 << min(self._record.fruitless // _SETTLED, _SELDOM)
+        self._looks = self.ever_drafts and ("node_cost" not in self._timed or self._begun % stride == 0)
+        return self._looks
 
     def choose(
         self, copies: Sequence[Copies], weights: Sequence[float], deepest: Sequence[int]
@@ -219,19 +237,20 @@ class Pace:
             nodes, levels: of its trees, the root a node and no level.
             seconds: spent in each phase of the call so far.
         """
-        if self._timed:
-            self._time(mode, nodes, levels, seconds)
-        if not self._chooses:
-            return
         record, before = self._record, self._emitted
         emitted = [len(row) for row in tokens]
         self._emitted = [so_far + new for so_far, new in zip(before, emitted, strict=True)]
+        weights = row_weights(before, limits)
+        if self._timed:
+            gained = sum(weight * (new - 1) for weight, new in zip(weights, emitted, strict=True))
+            self._time(mode, nodes, levels, seconds, gained)
+        if not self._chooses:
+            return
         record.left -= 1
         if record.mode == PAUSE and record.left == 0:
             self._try(self._next(1))
         if mode == PAUSE:
             return
-        weights = row_weights(before, limits)
         rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
         for row, weight in enumerate(weights):
             right = self._copies[row].accepted(tokens[row])
@@ -331,14 +350,19 @@ class Pace:
         """Take no time of the round that is under way, in which something was compiled."""
         self._left_out = True
 
-    def _time(self, mode: str, nodes: int, levels: int, seconds: Mapping[str, float]) -> None:
+    def _time(self, mode: str, nodes: int, levels: int, seconds: Mapping[str, float], gained: float = 0.0) -> None:
         """Measure a round: its draft relative to the rest of it, and that rest relative to those of other sizes.
 
         A busy machine slows a round as a whole, and rounds in a row alike.
+
+        Args:
+            mode, nodes, levels, seconds: as for `count`.
+            gained: tokens besides the target's own one.
         """
         spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify", "walk", "commit")}
         draft, grow, *rest = (spent[name] - self._spent.get(name, 0.0) for name in spent)
-        verify = sum(rest)  # walk and commit, which every round has, too
+        copies = mode == PAUSE or not self._depth
+        verify = sum(rest) + (grow if copies else 0.0)  # walk and commit, which every round has, and copies' own growth
         self._spent, record = spent, self._record
         left_out, self._left_out = self._left_out, False
         if verify <= 0 or left_out:
@@ -349,6 +373,10 @@ class Pace:
             looks = 1 if mode == CHAIN else 1 + self._config.refine
             cost = (draft + grow) / verify * expected / looks
             record.draft_costs = (*record.draft_costs[1 - _TIMED_DRAFTS :], cost)
+        if self._looks and copies:
+            self._looking += (draft / verify * expected - self._looking) / min(self._begun + 1, _MEMORY)
+            record.copied += (gained - (expected - self._verify[0]) - self._looking - record.copied) / _SETTLED
+            record.fruitless = 0 if record.copied > 0 else record.fruitless + 1
         if "node_cost" in self._timed:
             self._seconds = self._seconds or verify / expected
             late = min(max(verify / (self._seconds * expected), 1 / _LATE), _LATE)

@@ -25,7 +25,7 @@ from hf_dart.drafters.base import Proposal, Score, Verified, entries_of
 from hf_dart.models.features import states_at
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
-from hf_dart.trees.copies import Copies
+from hf_dart.trees.copies import NOTHING, Copies
 from hf_dart.trees.tree import DraftTree
 
 ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
@@ -154,7 +154,8 @@ class Session:
         limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         ended = self.rows.ended if self.rows.in_step else None
-        weights, found = row_weights(self.rows.emitted, limits), self.grower.copies(deepest, ended)
+        looks, weights = self.pace.looks_for_copies(), row_weights(self.rows.emitted, limits)
+        found = self.grower.copies(deepest, ended) if looks else [NOTHING] * len(limits)
         mode, copies = self.pace.choose(found, weights, deepest)
         return Budget(limits, deepest, weights, copies, mode)
 

@@ -53,8 +53,8 @@ class TreeConfig:
         node_cost: cost of verifying one more node in one row on a CPU, relative to a round without a draft. None is an
             estimate, and where trees have no given size, it is measured while generating.
         verify_costs: in place of `node_cost`, on any device: costs of a forward of so many tokens, relative to one of a
-            single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
-            profile` measures them. Empty for none.
+            single token, as pairs (tokens, cost) of rising tokens from (1, 1) on, which may fall; straight lines
+            between them. `hf-dart profile` measures them. Empty for none.
         level_cost: additional cost of each level of nodes on a target that computes its trees level by level, as some
             with running states do (`hf_dart.cache.states`). None is an estimate there, and nothing elsewhere.
         draft_cost: cost of a draft, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`),

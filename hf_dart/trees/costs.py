@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from math import isfinite
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 Points = tuple[tuple[float, float], ...]
-"""Pairs (size, cost), both rising; straight lines between them, and on after the last one."""
+"""Pairs (size, cost) of rising sizes; straight lines between them, and on after the last one unless it falls there."""
 
 DRAFT_COST = 0.2
 """Cost of a draft where nothing is known of it, and the least that is estimated for one."""
@@ -58,7 +58,7 @@ class RoundCost:
 def interpolated(points: Sequence[tuple[float, float]], sizes: Any) -> Array:
     """Costs of `sizes`, numbers of any shape, by at least two points."""
     known, costs = np.array(points).T
-    slope = (costs[-1] - costs[-2]) / (known[-1] - known[-2])
+    slope = max(costs[-1] - costs[-2], 0.0) / (known[-1] - known[-2])
     return np.interp(sizes, known, costs) + slope * np.maximum(np.asarray(sizes) - known[-1], 0)
 
 
@@ -72,10 +72,10 @@ def checked_points(name: str, points: Any) -> Points:
         pairs = tuple((float(size), float(cost)) for size, cost in points)
     except (TypeError, ValueError):
         pairs = ()
-    rising = all(right[0] > left[0] and right[1] >= left[1] for left, right in pairwise(pairs))
-    if len(pairs) < 2 or pairs[0] != (1, 1) or not rising or not isfinite(pairs[-1][0] + pairs[-1][1]):
+    fit = all(right[0] > left[0] and 0 < right[1] < inf for left, right in pairwise(pairs))
+    if len(pairs) < 2 or pairs[0] != (1, 1) or not fit or pairs[-1][0] == inf:
         raise ValueError(
-            f"{name} is {points!r:.200}; give two or more pairs of tokens and cost, both rising, the first (1, 1), as "
-            "`hf-dart profile` prints them."
+            f"{name} is {points!r:.200}; give two or more pairs of tokens and cost, tokens rising and costs above 0, "
+            "the first (1, 1), as `hf-dart profile` prints them."
         )
     return pairs

@@ -450,6 +450,25 @@ def test_rounds_without_a_draft_are_timed_now_and_then() -> None:
         assert 2 * wanted <= sum(plain) <= 5 * wanted
 
 
+def test_copies_that_gain_nothing_are_looked_for_seldom() -> None:
+    """And in every round again once they do; where nothing is timed, always."""
+    for timing, gains, seldom in ((("node_cost",), 0, True), (("node_cost",), 3, False), ((), 0, False)):
+        pace, seconds, looked = pace_of(TreeConfig(draft_cost=0.0), timed=timing), {"draft": 0.0, "verify": 0.0}, []
+
+        def play_on(count: int, gain: int) -> int:
+            for _ in range(count):
+                looked.append(pace.looks_for_copies())  # noqa: B023
+                seconds["draft"] += 0.01 * looked[-1]  # noqa: B023
+                seconds["verify"] += 1.0  # noqa: B023
+                pace.count(PAUSE, [[7] * (1 + gain * looked[-1])], [50], 1, 0, seconds)  # noqa: B023
+            return sum(looked[-count:])  # noqa: B023
+
+        play_on(300, gains)
+        assert play_on(80, gains) == (10 if seldom else 80)
+        assert not seldom or play_on(40, 3) > 20
+        assert not any(pace_of(TreeConfig(nodes=1)).looks_for_copies() for _ in range(3))
+
+
 def test_later_calls_know_what_earlier_ones_took() -> None:
     records: dict[Any, PaceRecord] = {}
     first = pace_of(TreeConfig(draft_cost=0.25), timed=("draft_cost", "node_cost"), records=records)
