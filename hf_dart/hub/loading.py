@@ -31,6 +31,8 @@ def load_tokenizer(name: str | None = None, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     path = target_path(name)
+    if missing_folder(path):
+        raise UserError(f"There is no folder {path!r}; give the tokenizer as a folder or a Hub id.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:  # as in load_target
