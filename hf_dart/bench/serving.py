@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from itertools import chain, product
 from pathlib import Path
 from random import Random
@@ -20,6 +20,8 @@ from socket import socket
 from statistics import median, quantiles
 from tempfile import TemporaryFile
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from hf_dart.errors import UserError
 from hf_dart.view.tables import markdown
@@ -87,39 +89,33 @@ def running(command: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def _answers(port: int) -> bool:
-    connection = HTTPConnection("127.0.0.1", port, timeout=5)
     try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == 200
-    except OSError:
+        with urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (OSError, HTTPException):
         return False
-    finally:
-        connection.close()
 
 
 def ask(port: int, body: dict[str, Any]) -> Answer:
     """Ask for a completion as a stream, and take the times."""
     begun, first, tokens, text = time.perf_counter(), 0.0, 0, ""
-    connection = HTTPConnection("127.0.0.1", port, timeout=600)
+    content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
+    request = Request(f"http://127.0.0.1:{port}/v1/completions", content, {"Content-Type": "application/json"})
     try:
-        content = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}})
-        connection.request("POST", "/v1/completions", content, {"Content-Type": "application/json"})
-        answer = connection.getresponse()
-        if answer.status != 200:
-            return Answer(error=f"{answer.status} {answer.read().decode(errors='replace'):.200}")
-        for line in answer:
-            if not line.startswith(b"data: {"):
-                continue
-            part = json.loads(line.removeprefix(b"data: "))
-            if "error" in part:
-                return Answer(error=str(part["error"])[:200])
-            text += "".join(choice["text"] for choice in part["choices"])
-            first = first or (time.perf_counter() - begun if text else 0.0)
-            tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
+        with urlopen(request, timeout=600) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                part = json.loads(line.removeprefix(b"data: "))
+                if "error" in part:
+                    return Answer(error=str(part["error"])[:200])
+                text += "".join(choice["text"] for choice in part["choices"])
+                first = first or (time.perf_counter() - begun if text else 0.0)
+                tokens = (part.get("usage") or {}).get("completion_tokens", tokens)
+    except HTTPError as error:
+        return Answer(error=f"{error.code} {error.read().decode(errors='replace'):.200}")
     except (OSError, HTTPException, ValueError) as error:
         return Answer(error=f"{type(error).__name__}: {error}")
-    finally:
-        connection.close()
     return Answer(first, time.perf_counter() - begun, tokens, text, None if tokens else "no tokens were counted")
 
 
