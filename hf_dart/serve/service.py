@@ -149,4 +149,5 @@ class Service:
 
 def length_of(model: Any, most: int) -> int:
     """Return how many tokens a model was made for, or `most` if these are fewer, or its config does not say."""
-    return min(getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", most), most)
+    named = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(named or most, most)

@@ -21,7 +21,7 @@ from support.users import TOKENIZER
 from transformers import LogitsProcessorList
 
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
-from hf_dart.serve.service import Limits, Service
+from hf_dart.serve.service import Limits, Service, length_of
 
 NAME = "tiny"
 LIMITS = Limits(length=200, seats=3, waiting=20, body=20_000, tokens=600)
@@ -281,6 +281,12 @@ def test_what_the_model_refuses(address: str) -> None:
             status, error, _ = refused(address, "completions", body)
             assert (status, error["param"]) == (400, param)
             assert message in error["message"]
+
+
+def test_the_length_of_a_model() -> None:
+    assert length_of(tiny_target("llama", max_position_embeddings=77), 200) == 77
+    assert length_of(tiny_target("llama", max_position_embeddings=77), 50) == 50
+    assert length_of(tiny_target("mamba2"), 200) == 200  # which has no positions
 
 
 def test_chat_that_no_template_takes(address: str) -> None:
