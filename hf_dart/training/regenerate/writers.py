@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
+from hf_dart.decoding.suffix_store import SuffixStore
 from hf_dart.errors import sentence
 from hf_dart.models.packed_weights import pack, packed_weights
 from hf_dart.training.data.chat import ChatFormat, Message
@@ -75,6 +76,7 @@ class ModelWriter:
         chat: how conversations become text; None where there are none.
         head: drafts for it, attached; the text is the same.
         tell: called with how many tokens have been written since the last call.
+        memory: of what was written, which is drafted from, too.
     """
 
     model: Any
@@ -82,6 +84,7 @@ class ModelWriter:
     chat: ChatFormat | None = None
     head: Any = None
     tell: Callable[[int], None] = lambda tokens: None
+    memory: SuffixStore = field(default_factory=SuffixStore)
 
     def continue_texts(
         self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
@@ -100,7 +103,7 @@ class ModelWriter:
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         device = self.model.device
         progress = Progress(self.tell, self.ends)
-        options = {"streamer": progress} if self.head is None else {"assistant": self.head}
+        options = {"streamer": progress} if self.head is None else {"assistant": self.head, "memory": self.memory}
         watching = nullcontext() if self.head is None else _observed(self.head, progress)
         pack(self.model)  # on a CPU, the step of a batch then costs half as much
         with (
