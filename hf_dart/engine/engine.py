@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from threading import Lock
+from time import perf_counter
 from typing import Any
 from weakref import ref
 
@@ -140,7 +141,9 @@ class Engine:
         key = (batch, slots, nodes, *_shapes(session))
         if key not in self._tiers:
             self._progress(f"hf_dart: preparing forwards of {nodes} nodes for {batch} row(s) of up to {slots} tokens")
+            started = perf_counter()
             self._tiers[key] = self._made(session, slots, nodes)
+            self._progress(f"hf_dart: prepared in {perf_counter() - started:.0f} s, for all such calls of this process")
         tier = self._tiers[key] = self._tiers.pop(key)  # in order of last use
         while len(self._tiers) > _KEPT:
             del self._tiers[next(iter(self._tiers))]

@@ -21,6 +21,7 @@ from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 _DEPTH = 3  # depth of the trial's tree
+_WIDE = 8  # least nodes of a forward; on a CPU, of all rows together, where more of them cost time
 # Trees that may differ before a target is refused: rounding may send a token to another expert.
 _TRIES = 3
 
@@ -46,6 +47,7 @@ class Tier:
     def __init__(self, session: Session, slots: int, nodes: int, capture: Capture) -> None:
         request, batch = session.request, len(session.rows)
         self.slots, self.nodes, self._capture = slots, nodes, capture
+        self._least = max(2, _WIDE // batch) if request.model.device.type == "cpu" else _WIDE
         # What a round accepts, unless copied text goes on beyond the draft.
         self._most = _filled_up(min(session.grower.depth + 1, nodes), least=1)
         self._session: Session | None = None
@@ -174,7 +176,7 @@ class Tier:
 
     def _size_of(self, nodes: int) -> int:
         """Return the nodes of the forward that trees of that many nodes are run by."""
-        return nodes if nodes == 1 else min(_filled_up(nodes), self.nodes)
+        return nodes if nodes == 1 else min(_filled_up(nodes, self._least), self.nodes)
 
     def propose(
         self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
@@ -214,6 +216,6 @@ def _every_row(session: Session) -> list[tuple[int, int]]:
     return [(row, row) for row in range(len(session.rows))]
 
 
-def _filled_up(size: int, least: int = 8) -> int:
-    """Return the next power of two."""
+def _filled_up(size: int, least: int) -> int:
+    """Return the next power of two, or `least`."""
     return max(least, 1 << (size - 1).bit_length())

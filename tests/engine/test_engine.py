@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import re
 import warnings
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -260,7 +261,9 @@ def test_progress_and_mistakes(pair: tuple[Any, Any]) -> None:
     told: list[str] = []
     engine(target, head, progress=told.append)
     assert_identical(target, head, batch(1, "sdpa"), tree_config=TreeConfig(nodes=9), **GREEDY)
-    assert told == ["hf_dart: preparing forwards of 16 nodes for 1 row(s) of up to 32 tokens"]
+    begun, done = told
+    assert begun == "hf_dart: preparing forwards of 16 nodes for 1 row(s) of up to 32 tokens"
+    assert re.fullmatch(r"hf_dart: prepared in \d+ s, for all such calls of this process", done)
     with pytest.raises(TypeError, match="not Linear"):
         hf_dart.compile(target, torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="first_tier is 3"):

@@ -179,6 +179,18 @@ def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(drafts) == rounds
 
 
+def test_forwards_by_all_rows() -> None:
+    """On a CPU, trees of a batch are filled up to fewer nodes than those of one row."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    for size, sizes in ((1, {1, 8}), (4, {1, 4, 8})):  # 8 by the trial of a tier
+        made = engine(target, head, first_tier=128)
+        options = {**GREEDY, "tree_config": TreeConfig(nodes=3, lookup=0)}
+        assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **options)
+        (tier,) = made.tiers
+        assert set(tier.forwards) == sizes
+
+
 @pytest.mark.filterwarnings("default:This call runs uncompiled")
 @pytest.mark.parametrize("fails", [True, False])
 def test_drafts_that_are_not_launched(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
