@@ -23,11 +23,13 @@ from hf_dart.models.devices import host_by_default
 from hf_dart.training.objective.objective import PRESETS, Objective
 
 _LESSON = 512  # fresh positions on which the two heads are compared, before they are learnt from
-_STRIDE = 8  # positions between the drafts that are compared
+_FEW, _LONGER = 8, 4  # after fewer steps than these, and while learning waits, so many times as many positions
+_DRAFTS = 64  # that are compared at a time
 _KEPT = 0.7  # weight of earlier comparisons, from one to the next
 _SURE = 1.0  # standard errors by which the learnt head has to win before it drafts
 _LOST = -2.0  # by which it has lost
-_PATIENCE = 6  # comparisons in a row without a win after which a learning rate is given up
+_PATIENCE = 6  # comparisons in a row without a win after which a learning rate is given up,
+_LEAST = 32  # but not before so many steps: the first ones of AdamW lead anywhere
 _SLEEP = 8192  # positions until learning is tried again after all of them were, the first time; then twice as many
 _CHANGE = 0.1  # by which the frozen head's acceptance length changes before that, if the text does
 _SPACING = 8  # positions served for each step, at least
@@ -156,7 +158,7 @@ class Learner:
         self._ring = Ring(self.memory - self.memory // 4)  # the rest is for calls that are going on
         self._figures = LearnerStats(learning_rate=self.learning_rates[0])
         self._before, self._gain = _Recent(), _Recent()  # acceptance of the frozen head, and what the learnt one adds
-        self._rung = self._missed = self._rounds = self._wake = 0
+        self._rung = self._missed = self._rounds = self._wake = self._compared = 0
         self._sleep, self._level = _SLEEP, math.nan
 
     def __getstate__(self) -> dict[str, Any]:
@@ -260,7 +262,7 @@ class Learner:
         """
         self._bound()
         with self._busy:
-            if self._ring.waiting >= _LESSON or not self._ring.learnt:
+            if self._due() or not self._ring.learnt:
                 self._compare()
             return self._step() if self._ring.learnt else None
 
@@ -325,12 +327,17 @@ class Learner:
     def _learn(self, until: float) -> None:
         """Compare and take steps until then, as long as there is something to learn."""
         while time.perf_counter() < until:
-            if self._ring.waiting >= _LESSON:
+            if self._due():
                 self._compare()
             elif self._asleep() or self._figures.steps * _SPACING >= self._figures.tokens or not self._ring.learnt:
                 return
             else:
                 self._step()
+
+    def _due(self) -> bool:
+        """Return True if there is enough new text for a comparison."""
+        few = self._ring.learnt and self._bound().steps - self._compared < _FEW
+        return self._ring.waiting >= (_LONGER if few else 1) * _LESSON
 
     def _asleep(self) -> bool:
         return self._figures.learning_rate is None
@@ -361,9 +368,10 @@ class Learner:
         figures = self._figures
         with self._training() as student:
             with self._writing:
+                stride = max(self._ring.waiting // _DRAFTS, 1)
                 fresh = self._ring.take_fresh()
-            moved = student.steps > 0
-            found = student.expected(fresh, _STRIDE, [student.frozen, student.learnt][: 1 + moved])
+            self._compared, moved = student.steps, student.steps > 0
+            found = student.expected(fresh, stride, [student.frozen, student.learnt][: 1 + moved])
             if not found.shape[1]:
                 return
             self._before.add(found[0])
@@ -375,7 +383,8 @@ class Learner:
                 if figures.learnt != before:
                     student.head._pace_records = None  # drafts are accepted as often as others
                 self._missed = 0 if figures.learnt else self._missed + 1
-                if not figures.learnt and (self._gain.errors < _LOST or self._missed >= _PATIENCE):
+                lost = self._gain.errors < _LOST or self._missed >= _PATIENCE
+                if lost and not figures.learnt and student.steps >= _LEAST:
                     self._next_rate()
             elif self._asleep():
                 changed = abs(figures.tau_before / self._level - 1) > _CHANGE
@@ -388,7 +397,7 @@ class Learner:
         figures = self._figures
         self._bound().begin_again()
         self._bound().use(False)
-        figures.learnt, self._gain, self._missed = False, _Recent(), 0
+        figures.learnt, self._gain, self._missed, self._compared = False, _Recent(), 0, 0
         self._rung = (self._rung + 1) % len(self.learning_rates)
         figures.learning_rate = self.learning_rates[self._rung]
         if self._rung == 0:
