@@ -25,9 +25,9 @@ import hf_dart
 from hf_dart import DartHead, Learner, LookupDrafter, TreeConfig, attach, detach, load_drafter
 from hf_dart.learning.student import Student
 
-SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 48}
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 48}
-RAGGED = [9, 4, 7]
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 32}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 32}
+RAGGED = [9, 4]
 FAST: dict[str, Any] = {"share": 1.0, "learning_rates": (3e-3,)}
 
 
@@ -38,7 +38,7 @@ def last(target: Any) -> int:
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparisons on fewer positions: these heads gain much and soon."""
-    monkeypatch.setattr("hf_dart.learning.learner._LESSON", 128)
+    monkeypatch.setattr("hf_dart.learning.learner._LESSON", 64)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_every_text_is_stocks(target: Any, layers: str) -> None:
 
 def test_switched_in_the_middle_of_a_batch(target: Any, head: DartHead) -> None:
     learner = learning(target, head)
-    for what in (learner.pause, learner.resume, learner.step, learner.reset, learner.detach):
+    for what in (learner.pause, learner.resume, learner.reset, learner.detach):
         streamed = {"num_beams": 1, "streamer": Does(what)}
         stock = run(target, prompts([7]), 0, **SAMPLED)
         ours = run(target, prompts([7]), 0, **SAMPLED, **streamed, assistant=head)
@@ -167,7 +167,7 @@ def test_calls_in_threads(target: Any, head: DartHead) -> None:
         return target.generate(**inputs[number % 4], **GREEDY, assistant=head).tolist() == stock[number % 4]
 
     with ThreadPoolExecutor(3) as pool:
-        assert all(pool.map(call, range(6)))
+        assert all(pool.map(call, range(4)))
     assert learner.failure is None
     assert learner.stats.steps
 
@@ -307,11 +307,11 @@ def test_comparisons_are_of_what_the_head_would_have_drafted(target: Any, head: 
 def test_memory_is_bounded(target: Any, head: DartHead) -> None:
     limit = 1024 * (3 * target.config.hidden_size + 1) * 8
     learner = learning(target, head, memory=limit, share=0)
-    serve(target, head, range(8))
+    serve(target, head, range(20))
     ring = learner._ring
     kept = [*ring.learnt, *ring.fresh]
-    assert ring.bytes == sum(one.bytes for one in kept) <= limit
-    assert ring.bytes > limit / 2
+    assert len(kept) < 22  # one row of each call, as there is room for; the first ones have gone
+    assert limit / 2 < ring.bytes == sum(one.bytes for one in kept) <= 3 * limit / 4
 
 
 def test_greedy_and_short_texts(target: Any, head: DartHead) -> None:
@@ -329,7 +329,7 @@ def test_greedy_and_short_texts(target: Any, head: DartHead) -> None:
 
 def test_it_goes_back_where_learning_does_not_win(target: Any, head: DartHead) -> None:
     """Steps that are much too large: no draft is made with them, and it waits for other text."""
-    learner = learning(target, head, learning_rates=(1e3, 1e2))
+    learner = learning(target, head, learning_rates=(1e3,))
     before = weights(head)
     for seed in range(12):
         assert_identical(target, head, prompts(RAGGED, seed=seed), seed=seed, **SAMPLED)
@@ -394,7 +394,7 @@ def test_attached_and_detached(target: Any, head: DartHead) -> None:
     attach(target, head, learner=learner)
     for seed, wanted in enumerate(stock):
         same(run(target, prompts(RAGGED, seed=seed), seed, **SAMPLED), wanted)
-    assert learner.stats.tokens == 3 * 3 * 48
+    assert learner.stats.tokens == 3 * 2 * 32
     assert first.stats.tokens == 0
     detach(target)
     assert head.observers == ()
