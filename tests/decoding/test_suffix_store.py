@@ -20,9 +20,8 @@ from support.letters import letters
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import StoppingCriteria, StoppingCriteriaList
 
-from hf_dart import DartHead, LookupDrafter, SuffixStore, TreeConfig, attach, detach
+from hf_dart import Batcher, DartHead, LookupDrafter, SuffixStore, TreeConfig, attach, detach
 from hf_dart.decoding import suffix_store
-from hf_dart.decoding.seats import Seats
 from hf_dart.trees.copies import LONGEST, NOTHING, RowCopies
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -108,25 +107,20 @@ def test_processors_and_criteria_of_the_users_go_step_by_step(target: Any) -> No
     assert texts_in(store)[1] == stock.sequences[1, :25].tolist()
 
 
-def test_in_seats(target: Any) -> None:
-    """Calls that run together copy from what ended before, and are each kept."""
-    from hf_dart.decoding.api import close_call, open_request, requested
-
+def test_in_a_batch_that_requests_join(target: Any) -> None:
+    """Requests copy from what ended before in their namespace, and are each kept."""
     store, inputs = SuffixStore(), [prompts([9]), prompts([5])]
-    alone = [run(target, one, 0, **GREEDY).sequences for one in inputs]
-    for turn in range(2):
-        seats, drafters = Seats(2), [LookupDrafter(FREE) for _ in inputs]
-        found = {}
-        for number, (one, drafter) in enumerate(zip(inputs, drafters, strict=True)):
-            request = requested(target, **one, **GREEDY, assistant=drafter, memory=store)
-            session = open_request(request)
-            found[id(session)] = number
-            seats.take(session)
-        while any(seats.taken):
-            for session, failure in seats.round():
-                assert failure is None
-                assert torch.equal(close_call(session), alone[found[id(session)]])
-        assert all(drafter.last_stats.tau > 4 for drafter in drafters) or not turn
+    alone = [run(target, one, 0, **SAMPLED).sequences for one in inputs]
+    with Batcher(target, LookupDrafter(FREE)) as batcher:
+        for _ in range(2):
+            handles = [
+                batcher.submit(**one, seed=0, memory=store.namespace(str(number)), **SAMPLED, **KEPT)
+                for number, one in enumerate(inputs)
+            ]
+            outputs = [handle.result() for handle in handles]
+            assert all(torch.equal(one.sequences, text) for one, text in zip(outputs, alone, strict=True))
+    assert min(one.draft_stats.tau for one in outputs) > 4
+    assert store.names == ["0", "1"]
 
 
 def test_threads_share_a_store(target: Any) -> None:
