@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -49,8 +50,17 @@ def run(batcher: Batcher, ids: Tensor, seed: int) -> tuple[Tensor, Any, int]:
     return text, handle.stats, sum(read) - 1  # the last one is stock's first step, which is not run
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", pytest.param("gpt2", marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("llama", "head"),
+        ("gemma3", "eagle"),
+        *(
+            pytest.param(family, kind, marks=pytest.mark.matrix)
+            for family, kind in product(("llama", "gemma3", "gpt2", "mixtral"), DRAFTERS)
+        ),
+    ],
+)
 def test_texts_and_drafts_stay(kind: str, family: str) -> None:
     target = tiny_target(family)
     drafter = DRAFTERS[kind](target)
