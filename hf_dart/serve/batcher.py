@@ -82,9 +82,10 @@ class Batcher:
         max_tokens: int = MAX_TOKENS,
         prefix_tokens: int = PREFIX_TOKENS,
     ) -> None:
-        for name, value in (("seats", seats), ("max_tokens", max_tokens), ("prefix_tokens + 1", prefix_tokens + 1)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} is {value!r:.100}; give a number from 1 on.")
+        bounds = {"seats": (seats, 1), "max_tokens": (max_tokens, 1), "prefix_tokens": (prefix_tokens, 0)}
+        for name, (value, least) in bounds.items():
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r:.100}; give a number from {least} on.")
         self._model = unwrapped(model)
         own = vars(self._model).get("generate")
         default = own.default if isinstance(own, AttachedGenerate) else None

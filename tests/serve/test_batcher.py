@@ -242,8 +242,9 @@ def test_refusals() -> None:
     batcher.close()
     with pytest.raises(RuntimeError, match="make another one"):
         batcher.submit([3, 4])
-    with pytest.raises(ValueError, match="seats is 0"):
-        Batcher(target, seats=0)
+    for bound, words in ({"seats": 0}, "seats is 0; .* from 1 on"), ({"prefix_tokens": -1}, "is -1; .* from 0 on"):
+        with pytest.raises(ValueError, match=words):
+            Batcher(target, **bound)
 
 
 def test_processors_that_draw() -> None:
