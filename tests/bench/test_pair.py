@@ -47,7 +47,7 @@ def test_a_target_without_a_head_drafts_copied_text(capsys: pytest.CaptureFixtur
 
 
 def test_a_server_without_its_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr("transformers.utils.import_utils.is_serve_available", lambda: False)
+    monkeypatch.setattr("hf_dart.cli.serve.find_spec", lambda name: None)
     assert main(["serve"]) == 2
     assert "install hf-dart[serve]" in capsys.readouterr().err
 

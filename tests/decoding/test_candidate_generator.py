@@ -220,11 +220,11 @@ def test_sampling_follows_stocks_law(mode: str, three_words: tuple[Any, Any], mo
 
 def test_a_call_in_which_rotary_tables_change_is_refused() -> None:
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
-    model = tiny_target("llama", max_position_embeddings=16, rope_parameters=rope)
-    with pytest.raises(ValueError, match="set max_length to 17 or less"):
-        model.generate(**prompts([7]), max_new_tokens=24, custom_generate=stock_loop(tiny_head(model)))
-    stock = model.generate(**prompts([7]), do_sample=False, max_length=17)
-    ours = model.generate(**prompts([7]), do_sample=False, max_length=17, custom_generate=stock_loop(tiny_head(model)))
+    model = tiny_target("llama", max_position_embeddings=32, rope_parameters=rope)
+    with pytest.raises(ValueError, match="set max_length to 33 or less"):
+        model.generate(**prompts([7]), max_new_tokens=40, custom_generate=stock_loop(tiny_head(model)))
+    stock = model.generate(**prompts([7]), do_sample=False, max_length=33)
+    ours = model.generate(**prompts([7]), do_sample=False, max_length=33, custom_generate=stock_loop(tiny_head(model)))
     assert torch.equal(ours, stock)
 
 
