@@ -430,6 +430,6 @@ def close_call(session: Session) -> Tensor | DartGenerateOutput:
         session.noise.end()
     drafter.last_stats = session.stats  # set before readers of the streamer see its end
     session.streaming.end()
-    session.pace.finish(drafter)
+    session.pace.finish(drafter, session.grower.copied)
     session.tell_end(finished=True)
     return output

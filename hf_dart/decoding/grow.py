@@ -50,6 +50,7 @@ class TreeGrower:
         ends: tokens that end a text.
         cost: of a round with a draft (True) or without; None for those of `config`.
         memory: texts of earlier calls, which are copied, too; None for none.
+        chances: that copies are right, of each cell of `trees.copies.PRIOR`; None for those of `RowCopies`.
 
     Attributes:
         copied: what is copied from, and how often that was right, of each row.
@@ -65,6 +66,7 @@ class TreeGrower:
         ends: Collection[int] = (),
         cost: Callable[[bool], RoundCost] | None = None,
         memory: Memory | None = None,
+        chances: Sequence[float] | None = None,
     ) -> None:
         self._drafter, self._config, self._texts = drafter, config, texts
         self._ends = sorted(ends)
@@ -72,7 +74,7 @@ class TreeGrower:
         self._most = config.resolve_nodes(len(texts), device.type)  # nodes per row
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
-        self.copied = [RowCopies(text, memory) for text in texts]
+        self.copied = [RowCopies(text, memory, chances) for text in texts]
         self._formula = DraftScores(config, drafter.ngram)
         self._cost = cost or partial(config.round_cost, len(texts), device.type)
         self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long))

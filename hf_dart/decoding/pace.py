@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import exp
 from statistics import median
 from typing import Any
@@ -22,7 +22,7 @@ import numpy as np
 
 from hf_dart.drafters.base import Drafter
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import NOTHING, Copies, best_size
+from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies, best_size
 from hf_dart.trees.costs import Array, RoundCost
 
 MODES = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
@@ -83,6 +83,7 @@ class PaceRecord:
         draft_costs: of the last drafts, where they are timed.
         copied: running mean of what a round of copies alone gains by them, in tokens less its cost, where it is timed.
         fruitless: rounds that have looked for copies since that was above 0.
+        copy_counts: how often copies were right.
         correction: [N] measured cost of verifying 1 to N nodes per row, divided by its estimate.
         timed: [N] rounds that were measured, fewer the longer ago they are.
     """
@@ -101,6 +102,7 @@ class PaceRecord:
     draft_costs: tuple[float, ...] = ()
     copied: float = _HOPE
     fruitless: int = 0
+    copy_counts: CopyCounts = field(default_factory=CopyCounts)
 
 
 class Pace:
@@ -177,6 +179,10 @@ class Pace:
         """
         looks = 1 + (self._config.refine if refined else 0)
         return RoundCost(self._draft_cost * looks if drafted else 0.0, self._verify, self._estimate.level)
+
+    def copied_chances(self) -> list[float]:
+        """Chances that copies are right (`trees.copies.PRIOR`), by the earlier calls of this kind."""
+        return self._record.copy_counts.chances()
 
     def looks_for_copies(self) -> bool:
         """Begin a round, and tell whether it looks for copies: seldom where they do not pay for that, as measured."""
@@ -269,9 +275,12 @@ class Pace:
             elif record.left <= 0:
                 self._try(TREE)
 
-    def finish(self, drafter: Drafter[Any]) -> None:
-        """Keep what the rounds have shown, and warn once per drafter if its drafts do not pay."""
+    def finish(self, drafter: Drafter[Any], copied: Sequence[RowCopies] = ()) -> None:
+        """Keep what the rounds and the copies of each row have shown, and warn once if the drafts do not pay."""
         record, records = self._record, self._records
+        for row in copied:
+            row.learn()
+            record.copy_counts.add(row.right, row.seen)
         if records is not None:
             records.pop(self._kind, None)
             records[self._kind] = record

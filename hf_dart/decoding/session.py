@@ -292,6 +292,7 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
                 rows.eos,
                 pace.cost,
                 request.memory,
+                pace.copied_chances() if request.memory is None else None,
             ),
             verify=verify,
             cache=ran.cache,

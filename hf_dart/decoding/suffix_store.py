@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.base import Verified
 from hf_dart.models.tokenizers import same_vocabulary, vocabulary_hash
-from hf_dart.trees.copies import LONGEST, PRIOR, WEIGHT, TextIndex
+from hf_dart.trees.copies import LONGEST, PRIOR, CopyCounts, TextIndex
 from hf_dart.trees.costs import Array
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "hf_dart.memory", "1"
 _ARRAYS = ("tokens", "owners", "right", "seen")
-_MOST_SEEN = 1000.0  # copied tokens of one kind that chances are computed from
 _NAMES = 1000  # namespaces after which those without a text are dropped
 _LEAST_BYTES = 1 << 16
 
@@ -92,7 +91,7 @@ class SuffixStore:
             if name is None:
                 self._index = TextIndex(self.most_bytes // TextIndex.BYTES)
                 self._numbers: dict[str, int] = {}
-                self.right, self.seen = [WEIGHT * chance for chance in PRIOR], [WEIGHT] * len(PRIOR)
+                self._counts = CopyCounts()
             elif name in self._numbers:
                 tokens = self._index.tokens
                 tokens[tokens >> 32 == self._numbers.pop(name)] = 0
@@ -155,15 +154,12 @@ class SuffixStore:
     def chances(self) -> list[float]:
         """Return c of each cell (`trees.copies.PRIOR`), by what was right in all calls."""
         with self._lock:
-            return [right / seen for right, seen in zip(self.right, self.seen, strict=True)]
+            return self._counts.chances()
 
     def learn(self, right: Sequence[float], seen: Sequence[float]) -> None:
         """Count the copied tokens of a row, by cell: those that were `right`, of those that were `seen`."""
         with self._lock:
-            for cell, (more, of) in enumerate(zip(right, seen, strict=True)):
-                fades = min(1.0, _MOST_SEEN / (self.seen[cell] + of))
-                self.right[cell] = (self.right[cell] + more) * fades
-                self.seen[cell] = (self.seen[cell] + of) * fades
+            self._counts.add(right, seen)
 
     # ---- files ----------------------------------------------------------------------------------------------
 
@@ -188,8 +184,8 @@ class SuffixStore:
             arrays = {
                 "tokens": (stored & (2**32 - 1)).astype(np.int32),
                 "owners": np.array([numbers.index(number) for number in stored[starts] >> 32], np.int32),
-                "right": np.array(self.right),
-                "seen": np.array(self.seen),
+                "right": self._counts.right,
+                "seen": self._counts.seen,
             }
             metadata = {
                 "format": FORMAT,
@@ -235,7 +231,7 @@ class SuffixStore:
         if tokenizer is not None and known and not same_vocabulary(known, tokenizer, vocab_size or len(tokenizer)):
             raise ValueError(f"{path} holds texts of another tokenizer; give each tokenizer a store of its own.")
         store._tokenizer_hash, store._vocab_size = known, vocab_size
-        store.right, store.seen = right.tolist(), seen.tolist()
+        store._counts = CopyCounts(right, seen)
         bases = np.array([store.number(name) << 32 for name in names], np.int64)
         after = np.cumsum(tokens == 0) - (tokens == 0)  # texts before the one that a token is of
         kept = slice(-store._index.capacity + LONGEST, None)

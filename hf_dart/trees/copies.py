@@ -9,7 +9,7 @@ are copied, too. Suffix decoding (arXiv 2411.04975) keeps such texts in a suffix
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import inf, log
@@ -50,8 +50,31 @@ PRIOR = (
 _ONE, _DISAGREE, _SEVERAL = (kind * 8 for kind in range(3))
 _SOURCE = 24  # cells of one source
 _CELL = [sum(length >= bound for bound in _LENGTHS) for length in range(2 * LONGEST)]
-WEIGHT = 8.0  # observations that the chances at the beginning of a call are worth
-_MOST_SEEN = 1000.0  # observations of a cell that a memory keeps
+_WEIGHT = 8.0  # copied tokens of each cell that the chances at the beginning of a call are worth
+_MOST_SEEN = 1000.0  # copied tokens of a cell that are counted; earlier ones count less
+
+
+@dataclass
+class CopyCounts:
+    """How often copied tokens were right, from call to call.
+
+    Attributes:
+        right, seen: [cells] (`PRIOR`) copied tokens that were right, of those of which it is known; at first as if the
+            chances before anything was seen came from a few.
+    """
+
+    right: Array = field(default_factory=lambda: _WEIGHT * np.array(PRIOR))
+    seen: Array = field(default_factory=lambda: np.full(len(PRIOR), _WEIGHT))
+
+    def chances(self) -> list[float]:
+        """Return c of each cell, by what was right so far."""
+        return (self.right / self.seen).tolist()
+
+    def add(self, right: Sequence[float], seen: Sequence[float]) -> None:
+        """Count the copied tokens of one row, by cell."""
+        self.right, self.seen = self.right + right, self.seen + seen
+        fades = np.minimum(1.0, _MOST_SEEN / self.seen)
+        self.right, self.seen = self.right * fades, self.seen * fades
 
 
 @dataclass(frozen=True)
@@ -332,15 +355,20 @@ class RowCopies:
     Args:
         text: the row's token ids; the list is shared and grows from outside.
         memory: texts of earlier calls; None for none.
+        chances: c of each cell (`PRIOR`) at the beginning; None for those of the memory, or before anything was seen.
     """
 
-    def __init__(self, text: list[int], memory: Memory | None = None) -> None:
+    def __init__(
+        self, text: list[int], memory: Memory | None = None, chances: Sequence[float] | None = None
+    ) -> None:
         self._text, self._memory = text, memory
         self._base = 1 + (0 if memory is None else memory.base)
         self._index = TextIndex(_room(len(text)))
         self._indexed = 0
         self._proposed, self._cells, self._asked_at = NOTHING, list[tuple[int, float]](), 0
-        self._prior = list(PRIOR if memory is None else memory.chances())
+        if chances is None:
+            chances = PRIOR if memory is None else memory.chances()
+        self._prior = chances
         self.right, self.seen = [0.0] * len(PRIOR), [0.0] * len(PRIOR)
 
     def suggest(self, depth: int, ends: Collection[int] = ()) -> Copies:
@@ -428,7 +456,7 @@ class RowCopies:
         return found
 
     def _chance(self, cell: int) -> float:
-        right, seen = self._prior[cell] * WEIGHT + self.right[cell], WEIGHT + self.seen[cell]
+        right, seen = self._prior[cell] * _WEIGHT + self.right[cell], _WEIGHT + self.seen[cell]
         return min(right / seen, 1.0)
 
     def learn(self) -> None:

@@ -65,7 +65,7 @@ def test_build_merge_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["build", "{}/t", "--text", os.devnull], "There is nothing to count"),
         (["build", "{}/none/t", "--text", __file__], "There is no folder"),
         (["build", "{}/t", "--text", __file__, "--order", "5"], "give 2 to 4"),
-        (["build", "{}/t", "--text", __file__, "--tokenizer", "{}/none"], "Cannot load the tokenizer"),
+        (["build", "{}/t", "--text", __file__, "--tokenizer", "{}/none"], "There is no folder"),
         (["build", "{}/t", "--tokens", "{}/none"], "Cannot read"),
         (["info", "{}/none"], "There is no file"),
         (["info", __file__], "cannot be read as an n-gram table"),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from itertools import groupby
 from math import log
+from operator import sub
 from random import Random
 from typing import Any
 
@@ -21,7 +22,7 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.pace import PAUSE, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.trees.copies import NOTHING, Copies
+from hf_dart.trees.copies import NOTHING, Copies, RowCopies
 
 DEPTH = 4
 LOOP = chain_of([7] * 24, -0.02)
@@ -475,8 +476,15 @@ def test_later_calls_know_what_earlier_ones_took() -> None:
     clock = Clock(first)
     for one in verified([1, 8], 60, {1: 1.0, 8: 3.0}.__getitem__):
         clock.round(*one)
-    first.finish(LookupDrafter())
+    text = [1, 2, 3] * 8
+    row = RowCopies(text)
+    for token in text[:12]:
+        row.suggest(4)
+        text.append(token)
+    before = first.copied_chances()
+    first.finish(LookupDrafter(), [row])
     later = pace_of(TreeConfig(draft_cost=0.25), timed=("draft_cost", "node_cost"), records=records)
+    assert max(map(sub, later.copied_chances(), before)) > 0.01  # they were right
     assert later.cost().verify.tolist() == first.cost().verify.tolist()
     assert later.cost().draft == first.cost().draft == 0
 

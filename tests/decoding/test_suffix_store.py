@@ -22,6 +22,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from hf_dart import Batcher, DartHead, LookupDrafter, SuffixStore, TreeConfig, attach, detach
 from hf_dart.decoding import suffix_store
+from hf_dart.trees import copies
 from hf_dart.trees.copies import LONGEST, NOTHING, RowCopies
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -307,7 +308,7 @@ def test_a_store_learns_what_is_right(target: Any) -> None:
     assert row._prior == after
     store.learn([500.0] * len(after), [10_000.0] * len(after))
     assert all(chance == pytest.approx(0.05, rel=0.1) for chance in store.chances())
-    assert max(store.seen) <= suffix_store._MOST_SEEN
+    assert store._counts.seen.max() <= copies._MOST_SEEN
 
 
 # ---- how it is given --------------------------------------------------------------------------------------
