@@ -278,7 +278,7 @@ class Pace:
     def finish(self, drafter: Drafter[Any], copied: Sequence[RowCopies] = ()) -> None:
         """Keep what the rounds and the copies of each row have shown, and warn once if the drafts do not pay."""
         record, records = self._record, self._records
-        for row in copied:
+        for row in copied if self._timed else ():  # with costs as numbers, equal calls make equal rounds
             row.learn()
             record.copy_counts.add(row.right, row.seen)
         if records is not None:
