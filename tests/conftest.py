@@ -53,7 +53,7 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[SimulatedGpu | None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _drafts_were_accepted(request: pytest.FixtureRequest) -> Iterator[None]:
-    """By the runs of a file, where the whole of it is run."""
+    """Accepted drafts of the runs of a file are counted, where the whole of it is run."""
     before = {one.title: len(one.taus) for one in TALLIES.values()}
     yield
     options = request.config.option
@@ -64,7 +64,7 @@ def _drafts_were_accepted(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every call, whether it went on with a draft."""
+    """Answers, of every call, whether it went on with a draft."""
     answers: list[bool] = []
 
     def watched(*args: Any) -> Any:

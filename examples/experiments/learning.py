@@ -1,4 +1,4 @@
-"""What a `Learner` gains, and what it costs: tau on texts that it never learns from, while others are served.
+"""Gains and costs of a `Learner`: tau on texts that it never learns from, while others are served.
 
     python learning.py shifted    # the target is fine-tuned on C++ headers, which the head has not seen
     python learning.py other      # headers, with the target as it is

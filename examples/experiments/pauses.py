@@ -1,4 +1,4 @@
-"""What drafting costs where it does not pay: stock, copies alone, a trained head and an untrained one, side by side.
+"""Cost of drafting where it does not pay: stock, copies alone, a trained head and an untrained one, side by side.
 
     python examples/experiments/pauses.py --batch 1 4 --new-tokens 500
     python examples/experiments/pauses.py --target examples/deep_pair/model --head examples/deep_pair/head

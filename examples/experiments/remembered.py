@@ -1,4 +1,4 @@
-"""What a memory of earlier calls adds to copies of the running text: replayed streams, and a target's own answers.
+"""Gains of a memory of earlier calls over copies of the running text: replayed streams, and a target's own answers.
 
     python examples/experiments/remembered.py --agents agents.json --tokenizer google/gemma-3-270m
     python examples/experiments/remembered.py --agents agents.json --target google/gemma-3-270m --prompts 12
@@ -62,7 +62,7 @@ def tool_calls(tokenizer: Any, count: int) -> Iterator[Call]:
 
 
 def sessions(path: Path, tokenizer: Any, count: int, longest: int) -> Iterator[Call]:
-    """Each answer of an assistant in recorded sessions, after the last `longest` tokens before it."""
+    """Answers of an assistant in recorded sessions, each after the last `longest` tokens before it."""
     cases = json.loads(path.read_text(encoding="utf8"))["cases"]
     for case in sorted(cases, key=lambda one: one["context_tokens_approx"])[:count]:
         before = ""

@@ -52,7 +52,7 @@ class Budget:
 
 
 class Observer(Protocol):
-    """What is told of one call as it goes, by `Drafter.observers` or for a request; what it raises ends the call."""
+    """Listener to one call, of `Drafter.observers` or of a request; what it raises ends the call."""
 
     def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
         """Take note of verified positions, in their order; of a long prompt these are the last ones.

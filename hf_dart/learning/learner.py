@@ -37,7 +37,7 @@ _SPACING = 8  # positions served for each step, at least
 
 @dataclass
 class LearnerStats:
-    """What a learner has done.
+    """Figures of what a learner has done.
 
     Attributes:
         tokens: positions that were recorded.
@@ -227,7 +227,7 @@ class Learner:
 
     @property
     def stats(self) -> LearnerStats:
-        """What was done so far."""
+        """Figures of what was done so far."""
         return self._figures
 
     def pause(self) -> None:

@@ -155,7 +155,7 @@ async def _events(answer: Any) -> AsyncIterator[str]:
 
 
 class Guard:
-    """What a request to /v1 passes before it is read: key, size and time; and its line in the log.
+    """Checks of a request to /v1 before it is read: key, size and time; and its line in the log.
 
     Args:
         app: what it is passed on to.

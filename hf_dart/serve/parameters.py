@@ -135,7 +135,7 @@ _Messages = Annotated[list[_Message], FailFast(), Field(min_length=1, max_length
 
 
 class Asked(_Read):
-    """What all three routes take; names that OpenAI does not have are vLLM's."""
+    """Parameters of all three routes; names that OpenAI does not have are vLLM's."""
 
     notes = _NOTES
     model: str | None = None
@@ -160,7 +160,7 @@ class Asked(_Read):
 
     @property
     def top(self) -> int | None:
-        """How many log-probabilities are asked for beside that of each token; None: not even that."""
+        """Number of log-probabilities that are asked for beside that of each token; None: not even that."""
         return None
 
     def sampling(self, samples: bool) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """What has been added to one text: characters, log-probabilities of tokens, and "stop" or "length" at its end."""
+    """Additions to one text: characters, log-probabilities of tokens, and "stop" or "length" at its end."""
 
     index: int
     text: str = ""

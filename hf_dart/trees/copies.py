@@ -56,7 +56,7 @@ _MOST_SEEN = 1000.0  # copied tokens of a cell that are counted; earlier ones co
 
 @dataclass
 class CopyCounts:
-    """How often copied tokens were right, from call to call.
+    """Counts of copied tokens that were right, from call to call.
 
     Attributes:
         right, seen: [cells] (`PRIOR`) copied tokens that were right, of those of which it is known; at first as if the

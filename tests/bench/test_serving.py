@@ -1,4 +1,4 @@
-"""What clients of a server are told to have waited for, and what ends a run before it begins."""
+"""Waiting times that clients of a server are told, and errors that end a run before it begins."""
 
 from __future__ import annotations
 

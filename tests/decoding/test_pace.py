@@ -452,7 +452,7 @@ def test_rounds_without_a_draft_are_timed_now_and_then() -> None:
 
 
 def test_copies_that_gain_nothing_are_looked_for_seldom() -> None:
-    """And in every round again once they do; where nothing is timed, always."""
+    """Copies are looked for in every round again once they pay; where nothing is timed, always."""
     for timing, gains, seldom in ((("node_cost",), 0, True), (("node_cost",), 3, False), ((), 0, False)):
         pace, seconds, looked = pace_of(TreeConfig(draft_cost=0.0), timed=timing), {"draft": 0.0, "verify": 0.0}, []
 

@@ -12,7 +12,7 @@ from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, all_know
 
 
 def test_additive_penalties_count_what_was_written() -> None:
-    """Each token of the text, none of the prompt: presence once, frequency as often as it is there."""
+    """Tokens of the text count, none of the prompt: presence once, frequency as often as it is there."""
     text = torch.tensor([[1, 1, 2, 3, 3, 3], [4, 4, 4, 4, 0, 1]])
     scores = torch.randn(2, 5, dtype=torch.float64)
     found = AdditivePenaltyLogitsProcessor(2, 0.5, 0.25)(text, scores)

@@ -103,7 +103,7 @@ def test_inputs_that_drafts_do_not_have(drafting: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}], ids=str)
 def test_other_strategies(target: Any, head: DartHead, drafting: dict[str, Any], options: dict[str, Any]) -> None:
-    """In stock's own words, if it is first."""
+    """Stock refuses in its own words, if it is first."""
     with pytest.raises(ValueError, match=f"{next(iter(options))}|custom_generate|trust_remote_code"):
         target.generate(**INPUTS, **{**GREEDY, **options}, **drafting)
     assert_identical(target, head, INPUTS, **GREEDY)

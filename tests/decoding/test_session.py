@@ -109,7 +109,7 @@ class Listens:
 
 
 def test_observers_are_told_every_position(target: Any) -> None:
-    """Of the prompts and of ragged rounds: features, the token after them, and the logits it was chosen from."""
+    """Prompts and ragged rounds tell features, the token after them, and the logits it was chosen from."""
     lengths = [7, 4]
     inputs = prompts(lengths)
     text = run(target, inputs, 0, **SAMPLED).sequences

@@ -37,7 +37,7 @@ def target() -> Any:
 
 
 def texts_in(store: SuffixStore) -> list[list[int]]:
-    """All texts, oldest first."""
+    """Stored texts, oldest first."""
     tokens = store._index.tokens[np.arange(max(store._index.end - store._index.capacity, 1), store._index.end)
                                  % store._index.capacity]  # fmt: skip
     found: list[list[int]] = [[]]
@@ -50,7 +50,7 @@ def texts_in(store: SuffixStore) -> list[list[int]]:
 
 
 def copied(store: SuffixStore, text: list[int], name: str = "") -> list[list[int]]:
-    """What a call in a namespace is told to have followed the end of a text."""
+    """Tokens that a call in a namespace is told to have followed the end of a text."""
     base = store.namespace(name).base
     rows, _ = store.matches([base + token + 1 for token in text[-LONGEST:]], 3)
     return [[token % 2**32 - 1 for token in row] for row in rows]
@@ -161,7 +161,7 @@ def test_a_call_is_kept_when_it_ends(target: Any) -> None:
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
 def test_a_call_is_kept_when_it_breaks_off(target: Any, failure: type[BaseException]) -> None:
-    """With the tokens that came until then; a call that fails before its first token is not."""
+    """Tokens that came until then are kept; of a call that fails before its first token nothing is."""
     store, inputs = SuffixStore(), prompts([9])
     whole = run(target, inputs, 0, **GREEDY).sequences[0].tolist()
 
@@ -296,7 +296,7 @@ def test_names_without_texts_are_dropped(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_store_learns_what_is_right(target: Any) -> None:
-    """From the rows of ended calls, for those that begin later."""
+    """Rows of ended calls tell it to calls that begin later."""
     store = SuffixStore()
     before = store.chances()
     for seed in range(3):
@@ -503,7 +503,7 @@ def test_parts_that_do_not_fit_each_other_are_refused(saved: tuple[SuffixStore, 
 
 
 def test_a_head_and_its_memory(target: Any) -> None:
-    """What the memory holds joins what the head drafts, in one tree."""
+    """Copies from the memory and drafts of the head make one tree."""
     head, store, inputs = tiny_head(target), SuffixStore(), prompts([9])
     assert isinstance(head, DartHead)
     config = TreeConfig(nodes=24)

@@ -31,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def reverse_process(drafter: DiffusionDrafter, features: Tensor, tokens: Tensor, depth: int) -> Tensor:
-    """What `propose` does, from scratch in every step, which reveals its share of the slots: logits [d, V]."""
+    """Logits [d, V] of `propose`, from scratch in every step, which reveals its share of the slots."""
     steps = min(drafter.denoise_steps, depth)
     slots, kept = [MASK] * depth, torch.zeros(depth, VOCABULARY, dtype=torch.float64)
     for step in range(1, steps + 1):

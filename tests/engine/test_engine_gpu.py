@@ -192,7 +192,7 @@ BROKEN: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
 @SIMULATED
 @pytest.mark.parametrize("what", BROKEN)
 def test_forwards_that_go_wrong(what: str, gpu: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host is asked, or brings into it, keeps a forward from being captured, and the call says why."""
+    """Reads on the host, and values from it, keep a forward from being captured, and the call says why."""
     message, broken = BROKEN[what]
     forward = Verifier.forward
 
@@ -209,7 +209,7 @@ def test_forwards_that_go_wrong(what: str, gpu: SimulatedGpu, monkeypatch: pytes
 
 @SIMULATED
 def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its thread goes on in the stream where it was."""
+    """The thread goes on in the stream where it was."""
     before, streams, x = Mock(), [], torch.ones(1, device="cuda")
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: before)
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)

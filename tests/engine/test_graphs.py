@@ -1,4 +1,4 @@
-"""What cannot be captured is told before a capture is begun."""
+"""Calls that cannot be captured are told before a capture is begun."""
 
 from __future__ import annotations
 

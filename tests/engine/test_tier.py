@@ -180,7 +180,7 @@ def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_forwards_by_all_rows() -> None:
-    """On a CPU, trees of a batch are filled up to fewer nodes than those of one row."""
+    """Trees of a batch are filled up to fewer nodes than those of one row, on a CPU."""
     target = tiny_target("llama")
     head = tiny_head(target)
     for size, sizes in ((1, {1, 8}), (4, {1, 4, 8})):  # 8 by the trial of a tier

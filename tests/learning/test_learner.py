@@ -100,7 +100,7 @@ class Does(BaseStreamer):
 
 @pytest.mark.parametrize("layers", ["determined", "best", pytest.param("eagle", marks=pytest.mark.matrix)])
 def test_every_text_is_stocks(target: Any, layers: str) -> None:
-    """In ragged batches, with scores, between rounds and calls; and the head drafts better for it."""
+    """Ragged batches, with scores, between rounds and calls; and the head drafts better for it."""
     make = tiny_eagle_drafter if layers == "eagle" else tiny_head
     head = make(target, feature_layers=[0, 1] if layers == "best" else [0, 1, last(target)])
     learner = Learner(**FAST, every=3)
@@ -134,7 +134,7 @@ def test_switched_in_the_middle_of_a_batch(target: Any, head: DartHead) -> None:
 
 
 def test_errors_in_a_step(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They pause learning, with a warning; the call that was served goes on."""
+    """Errors pause learning, with a warning; the call that was served goes on."""
     learner = learning(target, head, share=0)
     before = weights(head)
     step = Student.step
@@ -278,7 +278,7 @@ def test_what_is_kept_is_what_the_target_says_of_the_text(target: Any, layers: s
 
 
 def test_comparisons_are_of_what_the_head_would_have_drafted(target: Any, head: DartHead) -> None:
-    """At each position, with the cache that decoding would have there."""
+    """Compared at each position, with the cache that decoding would have there."""
     learner = Learner(share=0)
     learner.attach(head)
     serve(target, head, [0], max_new_tokens=20, temperature=0.8)
@@ -418,7 +418,7 @@ def test_sixteen_bits(target: Any) -> None:
 
 @pytest.mark.parametrize("rank", [None, 4])
 def test_saved_heads_load(target: Any, head: DartHead, rank: int | None, tmp_path: Path) -> None:
-    """As a head, or as an adapter of the one that it came from."""
+    """Saved as a head, or as an adapter of the one that it came from."""
     head.save_pretrained(tmp_path / "base")
     head = DartHead.from_pretrained(str(tmp_path / "base"), target=target)
     learner = learning(target, head, lora_rank=rank, learning_rates=(1e-2,))

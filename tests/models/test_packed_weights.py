@@ -172,7 +172,7 @@ def test_autocast_multiplies_what_it_casts(target: Any) -> None:
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own, as it generates code
 def test_a_compiled_forward_reads_plain_weights(target: Any) -> None:
-    """By Inductor, which has no product of packed weights that are given to it."""
+    """Inductor has no product of packed weights that are given to it."""
     head, options = tiny_head(target), {**batch(1, "sdpa"), **MODES["greedy"], "max_new_tokens": 24}
     attach(target)
     stock = target.generate(**options)

@@ -56,7 +56,7 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 
 
 def stock(target: Any, prompt: str, seed: int = 0, **options: Any) -> tuple[str, str]:
-    """What the target writes alone, and how that ends."""
+    """Text that the target writes alone, and how that ends."""
     ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
     torch.manual_seed(seed)
     written = type(target).generate(target, ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
@@ -88,7 +88,7 @@ def stocks(target: Any, number: int, seed: int, tokens: int) -> tuple[str, str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_texts_under_load_are_those_of_stock(target: Any, service: Service, client: Any, stream: bool) -> None:
-    """All at once, three seats for eight calls of two texts: greedy and sampled, each as alone."""
+    """Three seats for eight calls of two texts at once: greedy and sampled, each as alone."""
 
     def ask(number: int) -> list[tuple[str, str]]:
         given = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "n": 2, "seed": number, **CALLS[number][0]}
@@ -180,7 +180,7 @@ def test_stop_strings(target: Any, service: Service, client: Any) -> None:
 
 @pytest.mark.parametrize("sampled", [False, True])
 def test_log_probabilities(target: Any, client: Any, sampled: bool) -> None:
-    """Those of the target's plain forward, of completions and of chat, streamed and not."""
+    """Log-probabilities of the target's plain forward, of completions and of chat, streamed and not."""
     given = {"model": NAME, "temperature": 1.3 if sampled else 0, "seed": 2, "max_tokens": 12}
     answer = client.completions.create(prompt=PROMPT, logprobs=3, **given).choices[0]
     told = answer.logprobs
@@ -350,7 +350,7 @@ def test_more_requests_than_are_read(target: Any) -> None:
 def test_a_client_that_leaves_frees_its_seat_within_a_round(
     target: Any, service: Service, client: Any, stream: bool
 ) -> None:
-    """Its call ends where it is; the others have the text that they have alone."""
+    """The call ends where it is; the others have the text that they have alone."""
     rounds, waits, goes_on = [0], threading.Event(), threading.Event()
     run = service.batcher._round
 

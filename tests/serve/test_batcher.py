@@ -248,7 +248,7 @@ def test_refusals() -> None:
 
 
 def test_processors_that_draw() -> None:
-    """They would share the generator of the tokens, which is not the default one here."""
+    """Processors that draw would share the generator of the tokens, which is not the default one here."""
     target = tiny_target("llama")
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 12}
     with Batcher(target, tiny_head(target)) as batcher:
@@ -263,7 +263,7 @@ def test_processors_that_draw() -> None:
 
 
 def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All that shared it fail; those that come later do not."""
+    """Calls that shared it fail; those that come later do not."""
     target, own = tiny_target("llama"), Verifier.__call__
     batcher = Scheduled(target, tiny_head(target))
 

@@ -45,7 +45,7 @@ def test_whole_characters(tokenizer: Any, text: str) -> None:
 
 
 def test_bytes_that_are_no_text() -> None:
-    """They come with the next character, or at the end; what has been shown before stays."""
+    """Bytes come with the next character, or at the end; what has been shown before stays."""
     tokenizer = by_bytes()
     for raw in (b"\xff\xfe\xfd", b"\xe2\x82", b"\xe6\x9d\xb1\xe4\xba\xac\xf0\x9f"):
         ids = [byte + 2 for byte in raw]

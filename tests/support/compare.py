@@ -16,7 +16,7 @@ from hf_dart.decoding.stats import DraftStats
 
 @dataclass
 class Tally:
-    """What the runs of one test file add up to; printed at the end of the session.
+    """Sums of the runs of one test file; printed at the end of the session.
 
     Their mean tau has to be above `least` when the file is through (`conftest.py`).
     """

@@ -33,7 +33,7 @@ def ask(address: str, path: str, body: Any = None, method: str = "POST") -> tupl
 
 @contextmanager
 def served(service: Service, **options: Any) -> Iterator[str]:
-    """Where a service answers, with options of `build_app`; at the end nothing of it runs."""
+    """Address at which a service answers, with options of `build_app`; at the end nothing of it runs."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(build_app(service, **options), log_level="error"))

@@ -319,7 +319,7 @@ def test_a_mixture_keeps_its_shares_and_short_conversations_have_no_start(tmp_pa
 
 
 def test_ways_are_drawn_for_every_row(tmp_path: Path) -> None:
-    """By their shares, whichever batch a row is in; a batch has one of them, and all but few are full."""
+    """Rows draw ways by their shares, whichever batch they are in; a batch has one way, and all but few are full."""
     source = write_json_lines(tmp_path / "many.jsonl", [{"text": f"x = {n}"} for n in range(640)])
     settings = RegenerateSettings(batch_size=4, mixture=MIXTURE)
     batches = list(plan(sources_of(tmp_path, source), settings))

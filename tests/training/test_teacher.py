@@ -1,4 +1,4 @@
-"""What the target says where drafts learn from it: the logits of its own forward, and never those of all tokens."""
+"""Logits of the target's own forward where drafts learn from it, and never those of all tokens."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def texts_of(random: Random, count: int, tokens: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_matches_are_those_of_a_plain_search(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no chain cut short; whole texts and single tokens added; ends of what is stored and of other texts."""
+    """Chains are not cut short; whole texts and single tokens added; ends of what is stored and of other texts."""
     monkeypatch.setattr(copies, "TRIED", 10**6)
     random = Random(seed)
     index, tokens = TextIndex(4096), list[int]()
@@ -88,7 +88,7 @@ def test_texts_are_added_as_token_by_token() -> None:
 
 
 def test_the_oldest_tokens_make_room() -> None:
-    """What a ring has lost is no more found, also in a text longer than the ring; what it holds is."""
+    """Tokens that a ring has lost are no more found, also in a text longer than the ring; those that it holds are."""
     index = TextIndex(256)
     index.add(np.arange(1, 1000))
     assert index.matches([700, 701, 702], 2) == ([], [])
@@ -152,7 +152,7 @@ def paths_of(found: copies.Copies) -> dict[tuple[int, ...], float]:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_every_node_follows_a_match(seed: int) -> None:
-    """In the text so far, or in the memory; a child is no likelier than its parent, siblings are one or less."""
+    """Paths lie in the text or the memory; a child is no likelier than its parent, siblings are one or less."""
     random = Random(seed)
     stored = [[random.randrange(6) for _ in range(30)] for _ in range(3)]
     text = [random.randrange(6) for _ in range(5)]
@@ -211,7 +211,7 @@ def test_learns_how_often_copies_are_right() -> None:
 
 
 def test_what_was_right_is_counted_once_for_each_token() -> None:
-    """By cell: of a tree of two branches, one came, and then another token than its child."""
+    """Counted by cell: of a tree of two branches, one came, and then another token than its child."""
     text = [1, 2, 3, 4, 9, 1, 2, 5, 9, 9, 1, 2]
     row = RowCopies(text)
     found = paths_of(row.suggest(2))
@@ -262,7 +262,7 @@ def test_levels_hold_the_tree_of_each_row() -> None:
 
 
 def test_copied_tokens_are_more_candidates() -> None:
-    """Where the drafter has not found them already."""
+    """Copies are added where the drafter has not found them already."""
     tokens, scores = torch.tensor([[[1, 2], [3, 4]], [[1, 2], [3, 4]]]), torch.full((2, 2, 2), -1.0)
     copied = torch.tensor([[[9, 1], [4, -1]], [[-1, -1], [7, 8]]])
     wide, wide_scores = with_copies(tokens, scores, copied)

@@ -30,7 +30,7 @@ def test_straight_lines_between_points() -> None:
 
 
 def test_steps_may_fall() -> None:
-    """As products of 4 rows may take longer than those of 16; nothing is guessed to fall on."""
+    """Products of 4 rows may take longer than those of 16; nothing is guessed to fall on."""
     points = TreeConfig(verify_costs=((1, 1), (4, 2.5), (16, 1.7))).verify_costs
     assert interpolated(points, (4, 10, 16, 64)).tolist() == pytest.approx([2.5, 2.1, 1.7, 1.7])
     cost = measured(0.0, points, 1)
@@ -86,7 +86,7 @@ def test_every_look_at_a_draft_costs_a_draft() -> None:
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
 def test_costs_change_no_token(tmp_path: Path, options: dict[str, Any]) -> None:
-    """They are kept with the head, and equal calls of one that was just loaded make equal rounds."""
+    """Costs are kept with the head, and equal calls of one that was just loaded make equal rounds."""
     target = tiny_target("llama")
     tree = {"verify_costs": [[1, 1], [8, 1.01], [64, 1.5]], "draft_cost": 0.0}
     tiny_head(target, tree=tree).save_pretrained(tmp_path)

@@ -43,12 +43,12 @@ class Element:
 
     @property
     def text(self) -> str:
-        """All text inside, titles of pictures and styles left out."""
+        """Text inside, titles of pictures and styles left out."""
         texts = [part if isinstance(part, str) else part.text for part in self.parts if part_is_shown(part)]
         return "".join(texts)
 
     def find(self, tag: str, **attributes: str) -> list[Element]:
-        """All elements inside with that tag and those attributes; `class_` for class."""
+        """Elements inside with that tag and those attributes; `class_` for class."""
         wanted = {name.rstrip("_"): value for name, value in attributes.items()}
         found = []
         for part in self.parts:
