@@ -37,7 +37,7 @@ _LAST_PLACE = 2**31 - 1
 # A copied token with share s of the weight of all places is right with chance s * c. c before anything was seen, by the
 # length of the match with the copied tokens before it: 1, 2, 3, 4, 5-7, 8-15, 16-31, 32 and more; per source, for a
 # token of one place, for one that places do not agree on, and for one that several agree on. Measured by
-# `examples/experiments/memory.py`.
+# `examples/experiments/remembered.py`.
 _LENGTHS = (2, 3, 4, 5, 8, 16, LONGEST)
 PRIOR = (
     *(0.30, 0.45, 0.55, 0.65, 0.68, 0.77, 0.85, 0.88),  # the running text
