@@ -132,6 +132,7 @@ class TreeGrower:
         if proposal is None:
             none = torch.empty(len(deepest), 0, 1)
             return self._grown(none.long(), none[:, :, None], levels, deepest, weights, ended)
+        levels = levels.beside_draft()
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
         again: list[Tensor] = []
         if refine is not None and self._config.refine and self.depth > 1 and not chain:
