@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 import torch
 from support.tiny import tiny_head, tiny_target
@@ -12,6 +14,7 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.grow import Ranker, SeenTokens, TreeGrower
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.trees.copies import Copies
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 48, 2)], ids=["all", "some"])
@@ -56,6 +59,19 @@ def test_a_chain_is_the_likeliest_token_of_each_depth() -> None:
     assert tree.size == 5
     for row, deepest in enumerate((4, 2)):
         assert paths(tree, row) == {tuple(best[row][:depth]) for depth in range(1, deepest + 1)}
+
+
+@pytest.mark.parametrize(("chance", "wanted"), [(0.55, 7), (0.95, 5)], ids=["weak", "strong"])
+def test_a_weak_copy_counts_less_beside_a_draft(chance: float, wanted: int) -> None:
+    """The drafter is sure of token 7 by 0.5, and token 5 is copied."""
+    head = tiny_head(tiny_target("llama"))
+    logits = torch.full((1, 1, 48), log(0.5 / 47))
+    logits[0, 0, 7] = log(0.5)
+    proposal = Proposal(logits, torch.zeros(1, 1, head.config.hidden_size, dtype=torch.float64))
+    grower = TreeGrower(head, TreeConfig(nodes=2, depth=1), LogitsProcessorList(), [[3, 4]], torch.device("cpu"))
+    copies = [Copies([5], [-1], [1], [log(chance)])]
+    assert paths(grower(proposal, None, [1], copies=copies), 0) == {(wanted,)}
+    assert paths(grower(None, None, [1], copies=copies), 0) == {(5,)}
 
 
 @pytest.mark.parametrize("nodes", [None, 6])
