@@ -36,8 +36,8 @@ _LAST_PLACE = 2**31 - 1
 
 # A copied token with share s of the weight of all places is right with chance s * c. c before anything was seen, by the
 # length of the match with the copied tokens before it: 1, 2, 3, 4, 5-7, 8-15, 16-31, 32 and more; per source, for a
-# token of one place, for one that places do not agree on, and for one that several agree on. Measured by
-# `examples/experiments/remembered.py`.
+# token of one place, for one that places do not agree on, and for one that several agree on. Estimates from replays of
+# texts; what calls and memories see corrects them (`CopyCounts`).
 _LENGTHS = (2, 3, 4, 5, 8, 16, LONGEST)
 PRIOR = (
     *(0.30, 0.45, 0.55, 0.65, 0.68, 0.77, 0.85, 0.88),  # the running text
@@ -182,8 +182,8 @@ class CopyLevels:
     def beside_draft(self) -> CopyLevels:
         """Return the copies with squared chances: where the drafter expects another token, weak ones are seldom right.
 
-        Chances are those of all copies, with which a drafter mostly agrees. Compared by paired runs of both packaged
-        pairs: 3 % faster at T = 1, with smaller trees, and as fast elsewhere.
+        Chances are those of all copies, with which a drafter mostly agrees; with them as they are, trees are larger and
+        accept no more.
         """
         return replace(self, totals=2 * self.totals)
 
