@@ -129,8 +129,6 @@ class AttachedGenerate:
         memory: of drafted calls that name none; None for none.
     """
 
-    memory: Namespace | None = None  # of pickles that had none yet
-
     def __init__(
         self, model: PreTrainedModel, own: Any, default: Drafter[Any] | None = None, memory: Namespace | None = None
     ) -> None:
