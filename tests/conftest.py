@@ -20,7 +20,7 @@ import transformers
 pytest.register_assert_rewrite("support")
 
 from support.compare import TALLIES, tally  # noqa: E402, after their assertions are rewritten
-from support.simulated_gpu import SimulatedGpu, simulated_gpu  # noqa: E402
+from support.simulated_gpu import simulated_gpu  # noqa: E402
 
 from hf_dart.decoding import session, turns  # noqa: E402
 from hf_dart.decoding.pace import Pace  # noqa: E402
@@ -42,13 +42,13 @@ def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def gpu(request: pytest.FixtureRequest) -> Iterator[SimulatedGpu | None]:
-    """Tests marked `gpu` run on a simulated one where there is none; None where there is, and for other tests."""
+def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked `gpu` run on a simulated one where there is none."""
     if request.node.get_closest_marker("gpu") is None or torch.cuda.is_available():
-        yield None
+        yield
     else:
-        with simulated_gpu() as device:
-            yield device
+        with simulated_gpu():
+            yield
 
 
 @pytest.fixture(scope="module", autouse=True)

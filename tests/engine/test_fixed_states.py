@@ -10,6 +10,7 @@ from support.cases import MODES, batch
 from support.compare import assert_identical, assert_identical_up_to_near_ties, tally
 from support.engines import engine
 from support.families import needs_running_states
+from support.simulated_gpu import needs_a_driver
 from support.tiny import tiny_head, tiny_target
 from transformers import DynamicCache
 
@@ -83,6 +84,7 @@ def test_compiled(family: str) -> None:
     assert all(made.tiers)
 
 
+@needs_a_driver
 @pytest.mark.gpu
 @pytest.mark.usefixtures("full_fp32")
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("lfm2", marks=pytest.mark.matrix)])
@@ -99,6 +101,7 @@ def test_captured(family: str) -> None:
     assert all(made.tiers)
 
 
+@needs_a_driver
 @pytest.mark.gpu
 @pytest.mark.usefixtures("full_fp32")
 def test_captured_forwards_of_several_sizes() -> None:

@@ -21,6 +21,7 @@ from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import load_pair
 from hf_dart.bench.speed import Settings
 from hf_dart.errors import UserError
+from hf_dart.models.attention import masked_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_fp32")]
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "gptj", "deepseek_v3", "llama4"]
@@ -70,6 +71,21 @@ def test_a_drafter_on_another_device_than_the_lm_head(kind: str) -> None:
     found = drafter.logits(hidden)
     assert found.device.type == "cpu"
     torch.testing.assert_close(found, there)
+
+
+def test_masks_whose_rows_begin_anywhere() -> None:
+    """The memory-efficient kernel refuses them; ours are copied to rows that it takes."""
+    query, key, value = (torch.randn(2, 3, 4, 8, dtype=torch.bfloat16).cuda() for _ in range(3))
+    for shown in (torch.rand(2, 1, 4, 4) > 0.3, torch.ones(2, 1, 4, 4, dtype=torch.bool)):
+        shown[..., 0] = True
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(part.cpu().float() for part in (query, key, value)), attn_mask=shown
+        )
+        found = masked_attention(query, key, value, shown.cuda())
+        torch.testing.assert_close(found.cpu().float(), wanted, atol=0.02, rtol=0.02)
+    bias = torch.zeros(2, 1, 4, 4, dtype=torch.bfloat16, device="cuda").expand(2, 3, 4, 4)
+    with pytest.raises(RuntimeError, match="not correctly aligned"):
+        torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, False)
 
 
 @needs_a_driver

@@ -1,27 +1,20 @@
 """A CUDA device that is none: right numbers, from CPU tensors that say they lie on cuda:0.
 
-It knows the rules by which the captured rounds live, and raises where CUDA would, or would go wrong without a word:
+It knows where tensors lie, and raises where CUDA would: in an operation on tensors of the device and of the host, and
+for operands that a kernel does not take. Kernels are those of the CPU. Nothing is compiled for it, and no graphs are
+captured.
 
-- an operation on tensors of the device and of the host;
-- a question of the host (a number read, a copy, indices that are masks) while a graph is captured;
-- a draw while a graph is captured.
-
-A graph is a tape of the operations of its capture. A replay runs them again, on the memory that they had and without
-any of the Python that led to them; what a capture itself has computed is undone at its end, as a capture runs nothing.
-Kernels are those of the CPU. What compiles code for a GPU cannot run here.
-
-    with simulated_gpu() as gpu:
+    with simulated_gpu():
         target.to("cuda")
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,18 +22,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-needs_a_driver = pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles for a GPU, and runs what it made")
+needs_a_driver = pytest.mark.skipif(not torch.cuda.is_available(), reason="compiles or captures for a GPU")
 """Marks a test that cannot run here."""
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda:0")
 
-# What the host has to know before it can go on: numbers, and sizes that depend on numbers.
+# What comes out is a number of the host.
 _NUMBERS = {"_local_scalar_dense", "equal", "is_nonzero"}
-_READS = _NUMBERS | {"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive"}
 _BY_INDICES = {"index", "index_put", "index_put_", "_index_put_impl_"}
 _TAKES_NUMBERS = {"fill_", "fill", "masked_fill", "masked_fill_", "index_fill", "index_fill_"}  # of the host
-_UNFILLED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _EFFICIENT = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of the memory-efficient kernel
 
 
@@ -65,7 +56,7 @@ class DeviceTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _current().run(func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
 
     def __repr__(self, **options: Any) -> str:
         return f"DeviceTensor({self.host!r})"
@@ -80,138 +71,54 @@ class DeviceTensor(Tensor):
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
 
-class SimulatedGpu:
-    """What the device has done, and what it is doing.
-
-    Attributes:
-        launches: operations that were launched one by one, and `replays` of whole graphs.
-        questions: of the host, by what was asked.
-        attention: calls of attention on the device, as PyTorch chooses its kernel or of the "efficient" one by name.
-        generator: the device's default one.
-    """
-
-    def __init__(self) -> None:
-        self.launches = self.replays = 0
-        self.questions: Counter[str] = Counter()
-        self.attention: Counter[str] = Counter()
-        self.generator = torch.Generator()
-        self.graph: Graph | None = None  # that is being captured
-
-    def ask(self, what: str) -> None:
-        """The host waits for the device.
-
-        Raises:
-            RuntimeError: it must not, now.
-        """
-        if self.graph is not None:
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
-        self.questions[what] += 1
-
-    # ---- operations -----------------------------------------------------------------------------------------
-
-    def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation of ATen whose arguments or results may lie on the device."""
-        leaves = _tensors((args, kwargs))
-        named = kwargs.get("device")
-        if not any(isinstance(part, DeviceTensor) for part in leaves) and (named is None or named.type != "cuda"):
-            return func(*args, **kwargs)
-        kind = _kind_of(func)
-        if kind.composite:  # as it comes here in inference mode
-            with _Operations():
-                return func.decompose(*args, **kwargs)
-        if kind.name == "copy_" or kind.name in _BY_INDICES:
-            self._check_transfer(func, kind.name, args, kwargs)
-        else:
-            _check_devices(func, kind, leaves)
-        if kind.name in _READS:
-            self.ask(str(func))
-        if kind.draws:
-            if self.graph is not None:
-                raise RuntimeError(f"{func} draws while a graph is captured")
-            if kwargs.get("generator") is None and kind.takes_generator:
-                kwargs = {**kwargs, "generator": self.generator}
-        if named is not None:
-            kwargs = {**kwargs, "device": torch.device("cpu")}
-        if func is aten._scaled_dot_product_efficient_attention.default:
-            self.attention["efficient"] += 1
-            func = _efficient_attention
-        on_host = _mapped(_host, args), _mapped(_host, kwargs)
-        if kind.name in _NUMBERS or (kind.name == "copy_" and not isinstance(args[0], DeviceTensor)):
-            return _as_given(func(*on_host[0], **on_host[1]), leaves, wrapped=False)
-        if self.graph is None:
-            self.launches += 1
-            return _as_given(func(*on_host[0], **on_host[1]), leaves)
-        return _as_given(self.graph.record(func, kind, *on_host), leaves)
-
-    def _check_transfer(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> None:
-        """Copies and indices may cross from one to the other, for which the host waits."""
-        if name == "copy_":
-            into, source = args[0], args[1]
-            if isinstance(into, DeviceTensor) != isinstance(source, DeviceTensor):
-                self.ask(f"{func} between host and device")
-            return
-        places = [part for part in args[1] if part is not None]
-        if not isinstance(args[0], DeviceTensor):
-            raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({func})")
-        if any(part.dtype in (torch.bool, torch.uint8) for part in places):
-            self.ask(f"{func} with a mask")
-        if not all(isinstance(part, DeviceTensor) for part in places):
-            self.ask(f"{func} with indices of the host")
-        if name != "index" and not isinstance(args[2], DeviceTensor) and args[2].dim():
-            raise RuntimeError(f"Expected all tensors to be on the same device ({func})")
-
-    def moved(self, tensor: Tensor, to: torch.device | None, options: dict[str, Any]) -> Tensor:
-        """`tensor.to(to, ...)`, from one to the other or where it lies."""
-        on_device = isinstance(tensor, DeviceTensor)
-        goal = on_device if to is None else to.type == "cuda"
-        if goal == on_device:
-            return Tensor.to(tensor, **{"dtype": tensor.dtype, **options})
-        self.ask("a copy between host and device")
-        there = Tensor.to(_host(tensor).detach().clone(), **options)
-        found: Any = DeviceTensor(there) if goal else there
-        return found.requires_grad_() if tensor.requires_grad and tensor.is_leaf else found
+_generators: list[torch.Generator] = []
+"""The default one of the device, while there is one."""
 
 
-class Graph:
-    """A CUDA graph, as a tape of operations on the host's memory."""
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation of ATen whose arguments or results may lie on the device."""
+    leaves = _tensors((args, kwargs))
+    named = kwargs.get("device")
+    if not any(isinstance(part, DeviceTensor) for part in leaves) and (named is None or named.type != "cuda"):
+        return func(*args, **kwargs)
+    kind = _kind_of(func)
+    if kind.composite:  # as it comes here in inference mode
+        with _Operations():
+            return func.decompose(*args, **kwargs)
+    if kind.name == "copy_" or kind.name in _BY_INDICES:
+        _check_transfer(func, kind.name, args)
+    else:
+        _check_devices(func, kind, leaves)
+    if kind.draws and kwargs.get("generator") is None:
+        kwargs = {**kwargs, "generator": _generators[-1]}
+    if named is not None:
+        kwargs = {**kwargs, "device": torch.device("cpu")}
+    if func is aten._scaled_dot_product_efficient_attention.default:
+        func = _efficient_attention
+    found = func(*_mapped(_host, args), **_mapped(_host, kwargs))
+    into_host = kind.name == "copy_" and not isinstance(args[0], DeviceTensor)
+    return _as_given(found, leaves, wrapped=kind.name not in _NUMBERS and not into_host)
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self._tape: list[tuple[Any, Any, dict[str, Any], list[Tensor]]] = []
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}  # what a capture wrote over, by its place
 
-    def record(self, func: Any, kind: _Kind, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operation for its result's place, and have it run by each replay."""
-        if kind.writes:
-            for part in _tensors((args, kwargs)):  # one of them; the others are small
-                self._keep(part)
-        found = func(*args, **kwargs)
-        if not kind.views and kind.name not in _UNFILLED:  # a view is one for good
-            self._tape.append((func, args, kwargs, [] if kind.writes else _tensors(found)))
-        return found
+def _check_transfer(func: Any, name: str, args: Any) -> None:
+    """Copies may cross from one to the other, and indices of the device's tensors may come from the host."""
+    if name == "copy_":
+        return
+    if not isinstance(args[0], DeviceTensor):
+        raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({func})")
+    if name != "index" and not isinstance(args[2], DeviceTensor) and args[2].dim():
+        raise RuntimeError(f"Expected all tensors to be on the same device ({func})")
 
-    def _keep(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._before:
-            whole = torch.empty(0, dtype=torch.uint8).set_(storage)
-            self._before[storage.data_ptr()] = (whole, whole.clone())
 
-    def end(self) -> None:
-        """Undo what the capture has computed."""
-        for whole, before in self._before.values():
-            whole.copy_(before)
-        self._before.clear()
-
-    def replay(self) -> None:
-        gpu = _current()
-        if gpu.graph is not None:
-            raise RuntimeError("a graph is replayed while another one is captured")
-        gpu.replays += 1
-        with torch.utils._python_dispatch._disable_current_modes(), torch.no_grad():
-            for func, args, kwargs, places in self._tape:
-                found = func(*args, **kwargs)
-                if places:
-                    for place, part in zip(places, _tensors(found), strict=True):
-                        place.copy_(part)
+def _moved(tensor: Tensor, to: torch.device | None, options: dict[str, Any]) -> Tensor:
+    """`tensor.to(to, ...)`, from one to the other or where it lies."""
+    on_device = isinstance(tensor, DeviceTensor)
+    goal = on_device if to is None else to.type == "cuda"
+    if goal == on_device:
+        return Tensor.to(tensor, **{"dtype": tensor.dtype, **options})
+    there = Tensor.to(_host(tensor).detach().clone(), **options)
+    found: Any = DeviceTensor(there) if goal else there
+    return found.requires_grad_() if tensor.requires_grad and tensor.is_leaf else found
 
 
 class _Kind(NamedTuple):
@@ -220,25 +127,18 @@ class _Kind(NamedTuple):
     name: str
     composite: bool
     draws: bool
-    takes_generator: bool
     takes_numbers: bool
-    writes: bool
-    views: bool
 
 
 @cache
 def _kind_of(func: Any) -> _Kind:
     schema, name = func._schema, func.overloadpacket.__name__
-    given = [one.alias_info for one in schema.arguments if one.alias_info is not None]
+    takes_generator = any(one.name == "generator" for one in schema.arguments)
     return _Kind(
         name,
         func._can_decompose(),
-        # Attention may drop out, which is nothing that a decoder does.
-        torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("_scaled_dot_product"),
-        any(one.name == "generator" for one in schema.arguments),
+        torch.Tag.nondeterministic_seeded in func.tags and takes_generator,
         torch.Tag.pointwise in func.tags or name in _TAKES_NUMBERS,
-        any(info.is_write for info in given),
-        any(one.alias_info is not None and not one.alias_info.is_write for one in schema.returns),
     )
 
 
@@ -323,7 +223,7 @@ class _Operations(TorchDispatchMode):
     """Operations that make tensors on the device from nothing, or work on some."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _current().run(func, args, kwargs or {})
+        return _run(func, args, kwargs or {})
 
 
 class _Calls(TorchFunctionMode):
@@ -333,7 +233,7 @@ class _Calls(TorchFunctionMode):
         kwargs = kwargs or {}
         special = _SPECIAL.get(func)
         if special is not None:
-            return special(_current(), func, args, kwargs)
+            return special(func, args, kwargs)
         named = kwargs.get("device")
         if named is not None and torch.device(named).type == "cpu":  # zeros_like(x, device="cpu")
             args = _mapped(_host, args)
@@ -342,7 +242,7 @@ class _Calls(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _to(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _to(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, *given = args
     options = dict(kwargs)
     like = options.pop("other", given[0] if given else None)
@@ -350,107 +250,63 @@ def _to(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         given = [like.device, like.dtype, *given[1:]]
     copied = {name: options.pop(name) for name in ("copy", "memory_format") if name in options}
     device, dtype, *_ = torch._C._nn._parse_to(*given, **options)
-    return gpu.moved(tensor, device, {**copied, **({} if dtype is None else {"dtype": dtype})})
+    return _moved(tensor, device, {**copied, **({} if dtype is None else {"dtype": dtype})})
 
 
-def _made(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _made(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """`torch.tensor` and its like: made on the host, and brought over."""
     named = kwargs.pop("device", None)
     given = args[0] if args else kwargs.get("data")
     if isinstance(given, DeviceTensor):
-        return _to(gpu, func, (given,), {**kwargs, "device": named})
+        return _to(func, (given,), {**kwargs, "device": named})
     found = func(*args, **kwargs)
-    return found if named is None else gpu.moved(found, torch.device(named), {})
+    return found if named is None else _moved(found, torch.device(named), {})
 
 
-def _tolist(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if isinstance(args[0], DeviceTensor):
-        gpu.ask("tolist")
-    return func(_host(args[0]))
-
-
-def _sdpa(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    if isinstance(args[0] if args else kwargs["query"], DeviceTensor):
-        gpu.attention["as PyTorch chooses"] += 1
-    return func(*args, **kwargs)
-
-
-def _one_hot(gpu: SimulatedGpu, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def _one_hot(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensor, classes = args[0], args[1] if len(args) > 1 else kwargs["num_classes"]
     return (tensor[..., None] == torch.arange(classes, device=tensor.device)).long()  # as it is done on CUDA
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
-    Tensor.cpu: lambda gpu, func, args, kwargs: _to(gpu, func, (args[0], "cpu"), {}),
-    Tensor.cuda: lambda gpu, func, args, kwargs: _to(gpu, func, (args[0], DEVICE), {}),
-    Tensor.tolist: _tolist,
+    Tensor.cpu: lambda func, args, kwargs: _to(func, (args[0], "cpu"), {}),
+    Tensor.cuda: lambda func, args, kwargs: _to(func, (args[0], DEVICE), {}),
+    Tensor.tolist: lambda func, args, kwargs: func(_host(args[0])),
     torch.tensor: _made,
     torch.as_tensor: _made,
-    torch.nn.functional.scaled_dot_product_attention: _sdpa,
     torch.nn.functional.one_hot: _one_hot,
 }
 
 
 @contextmanager
-def _capture(graph: Graph, *_: Any, **__: Any) -> Iterator[None]:
-    gpu = _current()
-    gpu.ask("the beginning of a capture")
-    gpu.graph = graph
-    try:
-        yield
-    finally:
-        gpu.graph = None
-        graph.end()
-
-
-_running: list[SimulatedGpu] = []
-
-
-def _current() -> SimulatedGpu:
-    if not _running:
-        raise RuntimeError("a tensor of the simulated GPU is used after its end")
-    return _running[-1]
-
-
-@contextmanager
-def simulated_gpu() -> Iterator[SimulatedGpu]:
+def simulated_gpu() -> Iterator[None]:
     """Let PyTorch have one CUDA device meanwhile, in this thread; a process has one at a time."""
-    gpu, plain = SimulatedGpu(), torch.Generator
-
+    generator, plain = torch.Generator(), torch.Generator
     stands_in: dict[str, Any] = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
-        "is_current_stream_capturing": lambda: gpu.graph is not None,
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "device": lambda device: nullcontext(),
-        "stream": lambda stream: nullcontext(),
-        "current_stream": lambda device=None: Mock(),
-        "set_stream": lambda stream: None,
         "synchronize": lambda device=None: None,
-        "graph_pool_handle": lambda: (0, 1),
         "get_device_name": lambda device=None: "a simulated GPU",
         "get_device_capability": lambda device=None: (9, 0),
-        "get_rng_state": lambda device=None: gpu.generator.get_state(),
-        "set_rng_state": lambda state, device=None: gpu.generator.set_state(state),
-        "manual_seed_all": gpu.generator.manual_seed,
-        "set_sync_debug_mode": lambda mode: None,  # a replay asks nothing here
-        "Stream": lambda *args: Mock(),  # all run in the order of the program
-        "CUDAGraph": Graph,
-        "graph": _capture,
+        "get_rng_state": lambda device=None: generator.get_state(),
+        "set_rng_state": lambda state, device=None: generator.set_state(state),
+        "manual_seed_all": generator.manual_seed,
     }
     with (
         patch.multiple(torch.cuda, **stands_in),
         patch.object(torch, "Generator", lambda device="cpu": plain()),
     ):
-        _running.append(gpu)
+        _generators.append(generator)
         # Parameters become others of the same identity: tied ones stay so.
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         torch.__future__.set_swap_module_params_on_conversion(True)
         try:
             with _Calls(), _Operations():
-                yield gpu
+                yield
         finally:
             torch.__future__.set_swap_module_params_on_conversion(swaps)
-            _running.pop()
+            _generators.pop()
