@@ -142,11 +142,6 @@ class DrafterConfig(PreTrainedConfig):
             "LM head width": self.hidden_size,
         }
 
-    @property
-    def known_rows(self) -> int | None:
-        """Rows of the target's embedding table; None if they are not known."""
-        return self.vocab_size
-
     @classmethod
     def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
         """Return the config of a drafter for `target` (a causal LM), read off it; any field can be overridden.

@@ -87,11 +87,11 @@ def _check_vocabulary(config: Any, target: PreTrainedModel, tokenizer: Any, rows
             )
         # Equal ids: tables that differ only in padding rows are of one vocabulary.
         return
-    if config.known_rows is not None and config.known_rows != rows:
+    if config.vocab_size != rows:
         known = config.tokenizer_hash is not None
         padded = ", or, if they differ in padding rows only, pass tokenizer= so that the vocabularies can be compared"
         raise ValueError(
-            f"This drafter was made for an embedding table of {config.known_rows} rows and {_name(target)} has {rows}; "
+            f"This drafter was made for an embedding table of {config.vocab_size} rows and {_name(target)} has {rows}; "
             f"load a drafter that was made for this target{padded if known else ''}."
         )
 

@@ -1,9 +1,9 @@
 """Readers of published DFlash drafters and their variants: the formats that their config.json comes in.
 
-z-lab's (`architectures: ["DFlashDraftModel"]`, a Qwen3 config with a `dflash_config` inside), that of transformers'
-assistants (`model_type: "muse_glimmer_assistant"`) and that of speculators (`speculators_model_type`). They differ in
-names, in how they count layers and in what a sliding window covers. In z-lab's come JetSpec (`causal_head`), DFlash2
-(convolutions and a selector of pairs) and DSpark (a Markov selector; the last known token predicts too), too.
+z-lab's (`architectures: ["DFlashDraftModel"]`, a Qwen3 config with a `dflash_config` inside) and that of speculators
+(`speculators_model_type`). They differ in how they count layers and in what a sliding window covers. In z-lab's come
+JetSpec (`causal_head`), DFlash2 (convolutions and a selector of pairs) and DSpark (a Markov selector; the last known
+token predicts too), too.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ class DFlashShape:
         layers: per decoder layer, whether its block is causal, and how far back it attends: a query at q to a key at k
             if q - k <= reach (and k - q <= reach), None for everything.
         backbone: the rest, as Qwen3 names it.
-        num_target_layers, vocab_size: of the target; None where the format does not say.
+        vocab_size: of the target.
+        num_target_layers: of the target; None where the format does not say.
         reach_of_block: all entries of a block attend as far back as the first one, and to all of the block.
         anchor_predicts: entry i of a block predicts the token after its own position, so that a block drafts one more.
         convolution: taps and group size of the convolutions of each layer (`BlockConvolution`); or None.
@@ -67,8 +68,8 @@ class DFlashShape:
     feature_layers: tuple[int, ...]
     layers: tuple[tuple[bool, int | None], ...]
     backbone: Qwen3Config
+    vocab_size: int
     num_target_layers: int | None = None
-    vocab_size: int | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
@@ -89,8 +90,6 @@ def dflash_format(content: dict[str, Any]) -> str | None:
         return _XPRESS
     if isinstance(kind, str) and kind in _CALLED:
         return f"a {_CALLED[kind]} drafter in the format of speculators"
-    if content.get("model_type") == "muse_glimmer_assistant":
-        return "a DFlash drafter in the format of transformers' assistants"
     named = content.get("architectures")
     names = [str(name) for name in named] if isinstance(named, list) else []
     if not any("dflash" in name.lower() or "dspark" in name.lower() for name in names):
@@ -115,13 +114,11 @@ def read_dflash(content: dict[str, Any]) -> DFlashShape:
     fields = Fields(content, _KIND)
     if "speculators_model_type" in content:
         return DFlashShape(**_read_speculators(fields))
-    if content.get("model_type") == "muse_glimmer_assistant":
-        return DFlashShape(**_read_assistant(fields))
     if content.get("architectures") in [[name] for name in _ARCHITECTURES]:
         return DFlashShape(**_read_zlab(fields))
     raise ValueError(
         f"Its config.json names the architectures {content.get('architectures')}, and a DFlash drafter is one of "
-        f"{', '.join(_ARCHITECTURES)} or a muse_glimmer_assistant; give such a checkpoint."
+        f"{', '.join(_ARCHITECTURES)}; give such a checkpoint."
     )
 
 
@@ -134,18 +131,18 @@ def _read_zlab(fields: Fields) -> dict[str, Any]:
     causal = inner.given(*_CAUSAL)
     if causal is not None and not isinstance(causal, bool):
         raise fields.wrong("causal", causal, "true or false")
-    _check_target_width(inner, backbone)
+    vocab_size = fields.integer("vocab_size", 1, MANY)
     target_layers = inner.integer("num_target_layers", 1, MANY) if "num_target_layers" in inner else None
     cap = inner.number("final_logit_softcapping", 0.0, positive=False)
     config = {
-        **_variant_fields(_ARCHITECTURES[fields.given("architectures")[0]], inner, backbone),
+        **_block(_ARCHITECTURES[fields.given("architectures")[0]], inner, backbone, vocab_size),
         # A query at q attends to a key at k if q - k < window.
         "layers": tuple(
             ((window is not None) if causal is None else causal, None if window is None else window - 1)
             for window in read_windows(fields, backbone.num_hidden_layers, by_depth=True)
         ),
         "num_target_layers": target_layers,
-        "vocab_size": fields.integer("vocab_size", 1, MANY),
+        "vocab_size": vocab_size,
         "embedding_scale": inner.number("input_embedding_scale", 1.0),
         "logit_scale": inner.number("output_multiplier", 1.0),
         "logit_cap": cap if cap > 0 else None,
@@ -162,12 +159,10 @@ def _read_speculators(fields: Fields) -> dict[str, Any]:
     backbone = _backbone(layer)
     both_ways = fields.flag("sliding_window_non_causal", kind == "dflash2")
     read_speculators_config(fields, tuple(_CALLED))
-    _check_target_width(fields, backbone)
     vocabulary = read_vocabulary(fields, layer)
-    variant = _variant_fields(kind, fields, backbone)
     whole = vocabulary["draft_vocab_size"] is None
     config = {
-        **variant,
+        **_block(kind, fields, backbone, vocabulary["vocab_size"]),
         **vocabulary,
         "ignored": ("confidence_head.", "embed_tokens.", "verifier_", *(["lm_head."] if whole else [])),
         "layers": tuple(
@@ -183,44 +178,23 @@ def _read_speculators(fields: Fields) -> dict[str, Any]:
     return config
 
 
-def _read_assistant(fields: Fields) -> dict[str, Any]:
-    fields.choice("architectures", (["MuseGlimmerAssistantModel"],))
-    backbone = _backbone(fields)
-    config = {
-        **_block(fields, backbone),
-        # In this format a window reaches equally far in both directions, its end included.
-        "layers": tuple((False, window) for window in read_windows(fields, backbone.num_hidden_layers)),
-        "names": {r"^fc\.": "encoder.fc.", r"^hidden_norm\.": "encoder.output_norm_enc."},
-        "feature_layers": _feature_layers(fields, backbone, None),
-    }
-    fields.finish(HARMLESS)
-    return config
-
-
-def _block(fields: Fields, backbone: Qwen3Config, anchor_predicts: bool = False) -> dict[str, Any]:
-    """Read what a block is made of; without the entry that is known it has to have one at least."""
-    return {
-        "block_size": fields.integer("block_size", 1 if anchor_predicts else 2, _MOST_SLOTS),
-        "mask_token_id": fields.integer("mask_token_id", 0, MANY),
-        "anchor_predicts": anchor_predicts,
-        "backbone": backbone,
-    }
-
-
-def _variant_fields(kind: str, fields: Fields, backbone: Qwen3Config) -> dict[str, Any]:
-    """Read the block and the fields that only DFlash2 or DSpark have; those of the other variants are rejected.
-
-    Args:
-        kind: "dflash", "dflash2" or "dspark".
-        fields: among which its own stand.
-        backbone: its layers.
-    """
+def _block(kind: str, fields: Fields, backbone: Qwen3Config, vocab_size: int) -> dict[str, Any]:
+    """Read what a block is made of, and the fields of one variant; those of the others are rejected."""
+    own = backbone.hidden_size
+    fields.choice("target_hidden_size", (own,), own)
     markov = tuple(name for name in _DSPARK if name != "sample_from_anchor")
     foreign = {"dflash": (*_DFLASH2, *markov), "dflash2": markov, "dspark": _DFLASH2}[kind]
     for name in foreign:
         if fields.given(name):
             raise fields.wrong(name, fields.given(name), f"left out, as a {_CALLED[kind]} drafter has no such part")
-    known = _block(fields, backbone, fields.flag("sample_from_anchor", kind == "dspark"))
+    anchor_predicts = fields.flag("sample_from_anchor", kind == "dspark")
+    known = {
+        # Without the entry that is known a block has one at least.
+        "block_size": fields.integer("block_size", 1 if anchor_predicts else 2, _MOST_SLOTS),
+        "mask_token_id": fields.integer("mask_token_id", 0, vocab_size - 1),
+        "anchor_predicts": anchor_predicts,
+        "backbone": backbone,
+    }
     if kind == "dflash2":
         taps = fields.integer("conv_kernel_size", 1, 64, 2)
         group = fields.integer("conv_group_size", 1, backbone.hidden_size, 16)
@@ -244,11 +218,6 @@ def _variant_fields(kind: str, fields: Fields, backbone: Qwen3Config) -> dict[st
             "ignored": ("confidence_head.", "embed_tokens.", "lm_head.", "rotary_emb."),
         }
     return known
-
-
-def _check_target_width(fields: Fields, backbone: Qwen3Config) -> None:
-    own = backbone.hidden_size
-    fields.choice("target_hidden_size", (own,), own)
 
 
 def _feature_layers(fields: Fields, backbone: Qwen3Config, target_layers: int | None) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ def read_weights(
     names: Mapping[str, str],
     shapes: Mapping[str, tuple[int, ...]],
     *,
-    vocab_size: int | None,
+    vocab_size: int,
     draft_vocab_size: int | None,
     per_token: Collection[str] = ("lm_head.weight",),
     ignored: Collection[str] = (),
@@ -36,7 +36,7 @@ def read_weights(
         files, path: of the checkpoint.
         names: theirs by ours.
         shapes: theirs by our names.
-        vocab_size: V of the target; None if it is not known, and then all tokens are scored.
+        vocab_size: V of the target.
         draft_vocab_size: M, how many are scored; None for all.
         per_token: our names of weights with a row for each token that is scored.
         ignored: names of tensors that are not read.
@@ -45,8 +45,7 @@ def read_weights(
         ValueError: they are damaged, or contradict themselves or the config.
     """
     wanted = {theirs: shapes[ours] for ours, theirs in names.items()}
-    if vocab_size is not None:
-        wanted |= {"d2t": (draft_vocab_size or vocab_size,), "t2d": (vocab_size,)}
+    wanted |= {"d2t": (draft_vocab_size or vocab_size,), "t2d": (vocab_size,)}
     tensors = read_tensors(
         files,
         path,
@@ -56,7 +55,7 @@ def read_weights(
         dtypes={"d2t": torch.int64, "t2d": torch.bool},
     )
     weights = {ours: tensors[theirs] for ours, theirs in names.items()}
-    if draft_vocab_size and vocab_size:
+    if draft_vocab_size:
         weights["draft_vocabulary"], rows = _draft_tokens(path, tensors["d2t"], tensors.get("t2d"), vocab_size)
         weights |= {name: weights[name][rows] for name in weights.keys() & set(per_token)}
     elif "d2t" in tensors and bool(tensors["d2t"].any()):

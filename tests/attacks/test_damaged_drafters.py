@@ -13,7 +13,7 @@ from support.attacks import attack, damaged, seeds, survives
 from support.checkpoints import save
 from support.compare import assert_identical
 from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, original_checkpoint, variant
-from support.guests import ASSISTANT, ZLAB, dflash_checkpoint
+from support.guests import dflash_checkpoint
 from support.modules import with_module
 from support.relatives import relative
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
@@ -53,15 +53,13 @@ FORMATS: dict[str, Callable[[Path, Any], Any]] = {
        ("EAGLE-1", "EAGLE-2, Qwen2's", "peagle, 0.9's defaults")},
     **{name: lambda folder, target, name=name: relative(folder, target, name) for name in
        ("DFlash2", "speculators' DSpark")},
-    "DFlash, z-lab": lambda folder, target: dflash_checkpoint(folder, target, ZLAB),
-    "DFlash, assistant": lambda folder, target: dflash_checkpoint(folder, target, ASSISTANT),
+    "DFlash, z-lab": dflash_checkpoint,
     "original DART": lambda folder, target: original_checkpoint(folder, target, draft_vocab_size=30),
     "language model": lambda folder, target: tiny_target("qwen3", num_hidden_layers=1).save_pretrained(folder),
 }  # fmt: skip
 # Those whose own class is asked: the files may be taken for those of another kind.
 CLASSES: dict[str, Any] = {
     "DFlash, z-lab": DFlashDrafter,
-    "DFlash, assistant": DFlashDrafter,
     "original DART": DartHead,
     "language model": LanguageModelDrafter,
 }

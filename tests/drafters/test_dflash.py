@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from safetensors.torch import save as save_tensors
+from safetensors.torch import save_file
 from support.checkpoints import save
-from support.compare import assert_identical, run
-from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_drafter, dflash_tensors, published
+from support.compare import assert_identical
+from support.guests import dflash_checkpoint, dflash_config, dflash_drafter, dflash_tensors, published
 from support.heads import features_of
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
@@ -20,11 +20,8 @@ from support.letters import letters
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
 from torch import Tensor
-from transformers import MuseGlimmerAssistantConfig
-from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
 
-from hf_dart import DartCandidateGenerator, DFlashDrafter, TreeConfig, load_drafter
-from hf_dart.models.stock_steps import CACHE
+from hf_dart import DFlashDrafter, TreeConfig
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 LLAMA3 = {
@@ -82,7 +79,7 @@ def drafted_in_pieces(drafter: DFlashDrafter, features: Tensor, tokens: Tensor, 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_the_published_forward(target: Any, tmp_path: Path, variant: str) -> None:
     drafter = dflash_drafter(tmp_path, target, **VARIANTS[variant])
-    config = dflash_config(target, ZLAB, **VARIANTS[variant])
+    config = dflash_config(target, **VARIANTS[variant])
     inner = config["dflash_config"]
     tokens = prompts([14, 14, 14])["input_ids"]
     features = features_of(target, drafter.feature_layers, tokens)
@@ -100,59 +97,6 @@ def test_logits_are_those_of_the_published_forward(target: Any, tmp_path: Path, 
             if cap := config.get("final_logit_softcapping"):
                 expected = cap * torch.tanh(expected / cap)
             torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("window", [3, 200])
-def test_an_assistant_gives_the_logits_of_transformers_own(target: Any, tmp_path: Path, window: int) -> None:
-    drafter = dflash_drafter(tmp_path, target, ASSISTANT, sliding_window=window)
-    config = dflash_config(target, ASSISTANT, sliding_window=window)
-    reference = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**config)).double().eval()
-    reference.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    tokens = prompts([14])["input_ids"]
-    features = features_of(target, drafter.feature_layers, tokens)[:, :9]
-    ours = drafted_in_pieces(drafter, features, tokens, [9])
-    block = torch.cat([tokens[:, 9:10], tokens.new_full((1, 5), config["mask_token_id"])], dim=1)
-    outputs = reference(
-        noise_embeds=target.get_input_embeddings()(block),
-        context_hidden_states=features,
-        position_ids=torch.arange(15)[None],
-        **{CACHE: _cache(reference, 9)},
-    )
-    theirs = target.get_output_embeddings()(outputs.last_hidden_state[:, 1:])
-    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
-
-
-def _cache(assistant: Any, accepted: int) -> Any:
-    from transformers.cache_utils import DFlashCache
-
-    cache = DFlashCache(config=assistant.config)
-    cache.activate_past_recording()
-    cache.set_previous_accepted_tokens(accepted)
-    return cache
-
-
-def test_stocks_loop_accepts_as_many_of_its_own(target: Any, tmp_path: Path) -> None:
-    """The same checkpoint as `assistant_model=` of stock and as a chain of ours in stock's loop: the same drafts."""
-    drafter = dflash_drafter(tmp_path, target, ASSISTANT, sliding_window=200)
-    config = MuseGlimmerAssistantConfig(**dflash_config(target, ASSISTANT, sliding_window=200))
-    reference = MuseGlimmerAssistantModel(config).double().eval()
-    reference.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    forwards: list[int] = []
-    handle = target.register_forward_hook(lambda *_: forwards.append(1))
-    inputs = prompts([7])
-    options = {"do_sample": False, "max_new_tokens": 30}
-    rounds = []
-    for drafting in (
-        {"assistant_model": reference, "speculation_type": "dflash"},
-        {"custom_generate": DartCandidateGenerator.stock_loop(drafter)},
-    ):
-        forwards.clear()
-        sequences = run(target, inputs, 0, **options, **drafting).sequences
-        rounds.append((len(forwards), sequences.tolist()))
-    handle.remove()
-    assert rounds[0] == rounds[1]
-    assert rounds[0][0] < 30, "drafts were accepted"
 
 
 def test_frequencies_are_not_rounded_with_the_weights(target: Any, tmp_path: Path) -> None:
@@ -173,52 +117,49 @@ def load(path: Path | str, target: Any, **options: Any) -> DFlashDrafter:
     return DFlashDrafter.from_pretrained(str(path), target=target, **options)
 
 
-WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
-    "DFlash2 without its weights": (ZLAB, {"architectures": ["DFlash2DraftModel"]}, "candidate_selector"),
-    "DFlash with parts of DFlash2": (ZLAB, {"dflash_config__selector_rank": 256}, "selector_rank"),
-    "DSpark without its weights": (ZLAB, {"architectures": ["DSparkDraftModel"]}, "markov_head"),
-    "another architecture": (ZLAB, {"architectures": ["DFlashDominoModel"]}, "DFlashDominoModel"),
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "DFlash2 without its weights": ({"architectures": ["DFlash2DraftModel"]}, "candidate_selector"),
+    "DFlash with parts of DFlash2": ({"dflash_config__selector_rank": 256}, "selector_rank"),
+    "DSpark without its weights": ({"architectures": ["DSparkDraftModel"]}, "markov_head"),
+    "another architecture": ({"architectures": ["DFlashDominoModel"]}, "DFlashDominoModel"),
     "a state along the path": (
-        ZLAB, {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type"
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type"
     ),
     "groups that do not fit": (
-        ZLAB, {"architectures": ["DFlash2DraftModel"], "dflash_config__conv_group_size": 7}, "conv_group_size"
+        {"architectures": ["DFlash2DraftModel"], "dflash_config__conv_group_size": 7}, "conv_group_size"
     ),
-    "an adapter between widths": (ZLAB, {"dflash_config__target_hidden_size": 64}, "target_hidden_size"),
-    "no architecture": (ZLAB, {"architectures": None}, "no config.json of a DFlash drafter"),
-    "another backbone": (ZLAB, {"model_type": "llama"}, 'model_type: "llama"'),
-    "domino": (ZLAB, {"dflash_config__projector_type": "domino"}, "projector_type"),
-    "latent attention": (ZLAB, {"dflash_config__attention_mode": "mla"}, "attention_mode"),
-    "an unknown field": (ZLAB, {"layer_scale": 0.5}, "layer_scale"),
-    "an unknown field inside": (ZLAB, {"dflash_config__use_swa": True}, "use_swa"),
-    "no mask token": (ZLAB, {"dflash_config__mask_token_id": None}, "mask_token_id"),
-    "no taps": (ZLAB, {"dflash_config__target_layer_ids": None}, "target_layer_ids"),
-    "a tap twice": (ZLAB, {"dflash_config__target_layer_ids": [1, 1]}, "target_layer_ids"),
-    "a tap after the last layer": (ZLAB, {"dflash_config__target_layer_ids": [0, 2]}, "target_layer_ids"),
-    "two block sizes": (ZLAB, {"dflash_config__block_size": 8}, "contradicts"),
-    "two mask tokens": (ZLAB, {"mask_token_id": 3}, "contradicts"),
-    "causal and not": (ZLAB, {"is_causal": False, "dflash_config__causal": True}, "contradicts"),
-    "causal as a number": (ZLAB, {"is_causal": 1}, "causal"),
-    "a block of one": (ZLAB, {"block_size": 1}, "block_size"),
-    "two thetas": (ZLAB, {"rope_scaling": None, "rope_parameters": {"rope_theta": 5.0}}, "contradicts"),
-    "no theta": (ZLAB, {"rope_theta": None}, "rope_theta"),
-    "rotations that change with the length": (ZLAB, {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
-    "a window without a size": (ZLAB, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
-    "a layer too many": (ZLAB, {"num_hidden_layers": 3}, "layer_types"),
-    "heads that do not share": (ZLAB, {"num_key_value_heads": 3}, "multiple"),
-    "a width beyond all memory": (ZLAB, {"hidden_size": 2**19}, "shape"),
-    "layers beyond all memory": (ZLAB, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
-    "an assistant of another kind": (ASSISTANT, {"architectures": ["Gemma4Assistant"]}, "architectures"),
-    "an assistant without a block size": (ASSISTANT, {"block_size": None}, "block_size"),
-    "an assistant's unknown field": (ASSISTANT, {"conv_width": 4}, "conv_width"),
+    "an adapter between widths": ({"dflash_config__target_hidden_size": 64}, "target_hidden_size"),
+    "no architecture": ({"architectures": None}, "no config.json of a DFlash drafter"),
+    "another backbone": ({"model_type": "llama"}, 'model_type: "llama"'),
+    "domino": ({"dflash_config__projector_type": "domino"}, "projector_type"),
+    "latent attention": ({"dflash_config__attention_mode": "mla"}, "attention_mode"),
+    "an unknown field": ({"layer_scale": 0.5}, "layer_scale"),
+    "an unknown field inside": ({"dflash_config__use_swa": True}, "use_swa"),
+    "a mask token beyond the vocabulary": ({"dflash_config__mask_token_id": 48}, "mask_token_id"),
+    "no mask token": ({"dflash_config__mask_token_id": None}, "mask_token_id"),
+    "no taps": ({"dflash_config__target_layer_ids": None}, "target_layer_ids"),
+    "a tap twice": ({"dflash_config__target_layer_ids": [1, 1]}, "target_layer_ids"),
+    "a tap after the last layer": ({"dflash_config__target_layer_ids": [0, 2]}, "target_layer_ids"),
+    "two block sizes": ({"dflash_config__block_size": 8}, "contradicts"),
+    "two mask tokens": ({"mask_token_id": 3}, "contradicts"),
+    "causal and not": ({"is_causal": False, "dflash_config__causal": True}, "contradicts"),
+    "causal as a number": ({"is_causal": 1}, "causal"),
+    "a block of one": ({"block_size": 1}, "block_size"),
+    "two thetas": ({"rope_scaling": None, "rope_parameters": {"rope_theta": 5.0}}, "contradicts"),
+    "no theta": ({"rope_theta": None}, "rope_theta"),
+    "rotations that change with the length": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
+    "a window without a size": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+    "a layer too many": ({"num_hidden_layers": 3}, "layer_types"),
+    "heads that do not share": ({"num_key_value_heads": 3}, "multiple"),
+    "a width beyond all memory": ({"hidden_size": 2**19}, "shape"),
+    "layers beyond all memory": ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
-    style, changes, words = WRONG[name]
-    good = dflash_config(target, style)
-    save(tmp_path, dflash_config(target, style, **changes), dflash_tensors(good))
+    changes, words = WRONG[name]
+    save(tmp_path, dflash_config(target, **changes), dflash_tensors(dflash_config(target)))
     not_read(lambda: load(tmp_path, target), words)
 
 
@@ -229,7 +170,7 @@ def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
     not_read(lambda: load(tmp_path / "empty", target), "no config.json")
     with pytest.raises(OSError, match="cannot be reached"):
         DFlashDrafter.from_pretrained("someone/dflash", target=target)
-    path = Path(dflash_checkpoint(tmp_path / "one", target, ZLAB))
+    path = Path(dflash_checkpoint(tmp_path / "one", target))
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     not_read(lambda: load(path, target), "safetensors")
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"norm.weight": "b.safetensors"}}')
@@ -239,7 +180,7 @@ def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
 
 
 def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
-    config = dflash_config(target, ZLAB)
+    config = dflash_config(target)
     tensors = dflash_tensors(config)
     save(tmp_path, config, tensors)
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
@@ -249,20 +190,18 @@ def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
     not_read(lambda: load(tmp_path, target), "twice")
 
 
-@pytest.mark.parametrize(
-    ("style", "changed_target", "words"),
-    [
-        (ZLAB, {"hidden_size": 64}, "hidden size"),
-        pytest.param(ZLAB, {"num_hidden_layers": 3}, "number of layers", marks=pytest.mark.matrix),
-        pytest.param(ZLAB, {"vocab_size": 64}, "embedding table", marks=pytest.mark.matrix),
-        (ASSISTANT, {"num_hidden_layers": 1}, "layers"),
-        (ASSISTANT, {"vocab_size": 40}, "tokens"),
-    ],
-)
-def test_a_drafter_of_another_target(
-    target: Any, tmp_path: Path, style: str, changed_target: dict[str, int], words: str
-) -> None:
-    path = dflash_checkpoint(tmp_path, target, style)
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "hidden size": ({}, {"hidden_size": 64}),
+    "number of layers": ({}, {"num_hidden_layers": 3}),
+    "reads layer 2": ({"num_target_layers": None}, {"num_hidden_layers": 1}),
+    "embedding table": ({}, {"vocab_size": 64}),
+}
+
+
+@pytest.mark.parametrize("words", OTHERS)
+def test_a_drafter_of_another_target(target: Any, tmp_path: Path, words: str) -> None:
+    changes, changed_target = OTHERS[words]
+    path = dflash_checkpoint(tmp_path, target, **changes)
     other = tiny_target("qwen3", **changed_target)
     not_read(lambda: load(path, other), words)
     assert "generate" not in vars(other)
@@ -273,7 +212,7 @@ def test_a_drafter_of_another_target(
 
 
 def test_a_mask_token_in_use(target: Any, tmp_path: Path) -> None:
-    path = dflash_checkpoint(tmp_path, target, ZLAB, dflash_config__mask_token_id=7)
+    path = dflash_checkpoint(tmp_path, target, dflash_config__mask_token_id=7)
     not_read(lambda: load(path, target, tokenizer=letters("abcdefgh")), "'h'")
     assert load(path, target, tokenizer=letters("abcdefg")).shape.mask_token_id == 7
     added = letters("abcdefg")
@@ -282,15 +221,9 @@ def test_a_mask_token_in_use(target: Any, tmp_path: Path) -> None:
     assert load(path, target, tokenizer=added).shape.mask_token_id == 7
 
 
-def test_the_kind_is_told_by_the_config(target: Any, tmp_path: Path) -> None:
-    for style in (ZLAB, ASSISTANT):
-        path = dflash_checkpoint(tmp_path / style, target, style)
-        assert isinstance(load_drafter(path, target=target), DFlashDrafter)
-
-
 def test_from_the_hub(target: Any, tmp_path: Path, hub: Hub) -> None:
     """Config and shards are fetched, and nothing else; least of all the code that lies beside them."""
-    config = dflash_config(target, ZLAB)
+    config = dflash_config(target)
     tensors = dflash_tensors(config)
     path = Path(save(tmp_path / "here", config, tensors))
     shards = {"a.safetensors": [*tensors][:5], "b.safetensors": [*tensors][5:]}

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 from support.checkpoints import save
 from support.eagle3 import original_config, original_tensors
-from support.guests import ZLAB, dflash_config, dflash_tensors
+from support.guests import dflash_config, dflash_tensors
 from support.sentences import refused
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 
@@ -72,7 +72,7 @@ def test_table_and_dtype(target: Any, table: Path, tmp_path: Path, form: Any) ->
 
 def test_a_published_dflash_drafter(tmp_path: Path) -> None:
     target = tiny_target("qwen3", dtype=torch.float32)
-    config = dflash_config(target, ZLAB)
+    config = dflash_config(target)
     tensors = {name: tensor.half() for name, tensor in dflash_tensors(config).items()}
     path = str(save(tmp_path / "published", config, tensors))
     wanted = {None: torch.float32, "auto": torch.float16, "bfloat16": torch.bfloat16, torch.float64: torch.float64}

@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from support.eagle3 import forward
-from support.guests import ZLAB, dflash_checkpoint
+from support.guests import dflash_checkpoint
 from support.heads import draft_after, features_of, peagle_head
 from support.letters import letters
 from support.ngrams import unpacked
@@ -194,7 +194,7 @@ def test_tries(tmp_path: Path) -> None:
 def test_other_drafters_are_not_converted(
     target: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = dflash_checkpoint(tmp_path / "dflash", target, ZLAB)
+    path = dflash_checkpoint(tmp_path / "dflash", target)
     assert converted(path, tmp_path / "out", "--to", "vllm", "--target", saved / "target") == 2
     assert "DFlashDrafter" in capsys.readouterr().err
     assert converted(path, tmp_path / "out", "--to", "dart", "--target", saved / "target") == 0

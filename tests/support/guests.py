@@ -1,4 +1,4 @@
-"""Tiny random DFlash checkpoints in the formats that are published, and what their code computes."""
+"""Tiny random DFlash checkpoints in z-lab's format, and what its code computes."""
 
 from __future__ import annotations
 
@@ -11,67 +11,51 @@ from torch import Tensor
 from hf_dart import DFlashDrafter, TreeConfig
 from support.checkpoints import Plain, changed, layer_shapes, random_weights, save
 
-ZLAB, ASSISTANT = "z-lab", "assistant"
 
-
-def dflash_config(target: Any, style: str, **changes: Any) -> dict[str, Any]:
+def dflash_config(target: Any, **changes: Any) -> dict[str, Any]:
     """The config.json of a DFlash drafter for a tiny target; a change to None takes the field out.
 
     `dflash_config__x` is the field x inside `dflash_config`.
     """
     text = target.config.get_text_config(decoder=True)
-    taps = list(range(text.num_hidden_layers))
     config: dict[str, Any] = {
+        "architectures": ["DFlashDraftModel"],
+        "attention_bias": False,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "block_size": 6,
+        "dflash_config": {
+            "mask_token_id": text.vocab_size - 1, "target_layer_ids": list(range(text.num_hidden_layers))
+        },
         "dtype": "float64",
         "head_dim": 8,
         "hidden_act": "silu",
         "hidden_size": text.hidden_size,
         "intermediate_size": 48,
+        "layer_types": ["full_attention"] * 2,
         "max_position_embeddings": 256,
+        "max_window_layers": 2,
+        "model_type": "qwen3",
         "num_attention_heads": 4,
         "num_hidden_layers": 2,
         "num_key_value_heads": 2,
+        "num_target_layers": text.num_hidden_layers,
         "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "sliding_window": None,
         "transformers_version": "5.15.0",
+        "use_sliding_window": False,
+        "vocab_size": text.vocab_size,
     }
-    if style == ZLAB:
-        config |= {
-            "architectures": ["DFlashDraftModel"],
-            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-            "attention_bias": False,
-            "block_size": 6,
-            "dflash_config": {"mask_token_id": text.vocab_size - 1, "target_layer_ids": taps},
-            "layer_types": ["full_attention"] * 2,
-            "max_window_layers": 2,
-            "model_type": "qwen3",
-            "num_target_layers": text.num_hidden_layers,
-            "rope_scaling": None,
-            "rope_theta": 1000000,
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "vocab_size": text.vocab_size,
-        }
-    else:
-        config |= {
-            "architectures": ["MuseGlimmerAssistantModel"],
-            "block_size": 6,
-            "layer_types": ["full_attention", "sliding_attention"],
-            "mask_token_id": text.vocab_size - 1,
-            "model_type": "muse_glimmer_assistant",
-            "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
-            "sliding_window": 5,
-            "target_layer_ids": taps,
-        }
     return changed(config, changes)
 
 
 def dflash_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Random weights, in float64, under the names of the config's format."""
-    hidden, zlab = config["hidden_size"], "dflash_config" in config
-    taps = (config["dflash_config"] if zlab else config)["target_layer_ids"]
+    hidden, taps = config["hidden_size"], config["dflash_config"]["target_layer_ids"]
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight" if zlab else "encoder.fc.weight": (hidden, len(taps) * hidden),
-        "hidden_norm.weight" if zlab else "encoder.output_norm_enc.weight": (hidden,),
+        "fc.weight": (hidden, len(taps) * hidden),
+        "hidden_norm.weight": (hidden,),
         "norm.weight": (hidden,),
     }
     for index in range(config["num_hidden_layers"]):
@@ -79,13 +63,13 @@ def dflash_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     return random_weights(shapes, torch.Generator().manual_seed(seed))
 
 
-def dflash_checkpoint(folder: Path, target: Any, style: str, **changes: Any) -> str:
-    config = dflash_config(target, style, **changes)
+def dflash_checkpoint(folder: Path, target: Any, **changes: Any) -> str:
+    config = dflash_config(target, **changes)
     return save(folder, config, dflash_tensors(config))
 
 
-def dflash_drafter(folder: Path, target: Any, style: str = ZLAB, **changes: Any) -> DFlashDrafter:
-    drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(folder, target, style, **changes), target=target)
+def dflash_drafter(folder: Path, target: Any, **changes: Any) -> DFlashDrafter:
+    drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(folder, target, **changes), target=target)
     drafter.tree_config = TreeConfig(nodes=8)
     return drafter
 

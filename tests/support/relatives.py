@@ -11,17 +11,17 @@ from torch import Tensor
 
 from support.checkpoints import draft_vocabulary, save, speculators_fields
 from support.eagle3 import SPECULATORS
-from support.guests import ZLAB, dflash_config, dflash_tensors
+from support.guests import dflash_config, dflash_tensors
 
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "JetSpec": (ZLAB, "dflash", {"dflash_config__causal_head": True, "dflash_config__target_hidden_size": 32}),
-    "DFlash, no taps named": (ZLAB, "dflash", {"dflash_config__target_layer_ids": None}),
-    "DFlash2": (ZLAB, "dflash2", {f"dflash_config__{name}": value for name, value in DFLASH2.items()}),
-    "DFlash2, sliding": (ZLAB, "dflash2", {**_SLIDING, **DFLASH2, "conv_kernel_size": 3}),
-    "DSpark": (ZLAB, "dspark", {"markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True}),
-    "DSpark, gated": (ZLAB, "dspark", {"dflash_config__markov_rank": 4, "dflash_config__markov_head_type": "gated"}),
+    "JetSpec": ("z-lab", "dflash", {"dflash_config__causal_head": True, "dflash_config__target_hidden_size": 32}),
+    "DFlash, no taps named": ("z-lab", "dflash", {"dflash_config__target_layer_ids": None}),
+    "DFlash2": ("z-lab", "dflash2", {f"dflash_config__{name}": value for name, value in DFLASH2.items()}),
+    "DFlash2, sliding": ("z-lab", "dflash2", {**_SLIDING, **DFLASH2, "conv_kernel_size": 3}),
+    "DSpark": ("z-lab", "dspark", {"markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True}),
+    "DSpark, gated": ("z-lab", "dspark", {"dflash_config__markov_rank": 4, "dflash_config__markov_head_type": "gated"}),
     "speculators' DFlash": (SPECULATORS, "dflash", {**_SLIDING}),
     "speculators' DFlash, some tokens": (SPECULATORS, "dflash", {"draft_vocab_size": 20}),
     "speculators' DFlash2": (SPECULATORS, "dflash2", {**_SLIDING, **DFLASH2}),
@@ -41,7 +41,7 @@ def relative_config(target: Any, name: str) -> dict[str, Any]:
     """The config.json of one of `VARIANTS`, for a target of 8 layers; its layer's fields stand beside the others."""
     style, kind, changes = VARIANTS[name]
     taps = {} if "dflash_config__target_layer_ids" in changes else {"dflash_config__target_layer_ids": [1, 3, 4]}
-    config = dflash_config(target, ZLAB, architectures=[_NAMES[kind]], block_size=5, **{**taps, **changes})
+    config = dflash_config(target, architectures=[_NAMES[kind]], block_size=5, **{**taps, **changes})
     if style == SPECULATORS:
         for field in ("dflash_config", "max_window_layers", "num_target_layers", "auto_map", "rope_scaling"):
             config.pop(field, None)

@@ -38,11 +38,6 @@ class DFlashConfig(DrafterConfig):
         return widths if layers is None else {**widths, "number of layers": layers}
 
     @property
-    def known_rows(self) -> int | None:
-        """Rows of the target's embedding table; None where the published format does not say."""
-        return read_dflash(self.published).vocab_size
-
-    @property
     def options(self) -> dict[str, Any]:
         """The kind and format of the published drafter, in words."""
         return {"format": dflash_format(self.published)}
@@ -60,6 +55,6 @@ class DFlashConfig(DrafterConfig):
             **{name: getattr(shape, name) for name in _SHAPE},
             embedding_size=shape.hidden_size,
             feature_size=shape.hidden_size,
-            **({} if config.vocab_size is None else {"vocab_size": config.vocab_size}),
+            vocab_size=config.vocab_size,
             target_num_layers=depth,
         )

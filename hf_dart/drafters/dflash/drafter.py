@@ -68,7 +68,6 @@ class DFlashDrafter(TrainedDrafter):
         self.selector: PairSelector | MarkovSelector | None = None
         if given.selector is not None:
             kind, rank = given.selector
-            assert given.vocab_size is not None  # the formats that have selectors say it
             sizes = (shape.hidden_size, given.vocab_size, scored or given.vocab_size, rank)
             self.selector = PairSelector(*sizes) if kind == "pairs" else MarkovSelector(*sizes, gated=kind == "gated")
         # No buffer: a change of dtype must not round them.
@@ -123,19 +122,18 @@ class DFlashDrafter(TrainedDrafter):
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
         super()._check_compatible(target, tokenizer)
-        deepest, mask = max(self.shape.feature_layers), self.shape.mask_token_id
-        layers, rows = layer_count(target), int(target.get_input_embeddings().num_embeddings)
-        if deepest > layers or mask >= rows:
+        deepest, layers = max(self.shape.feature_layers), layer_count(target)
+        if deepest > layers:
             raise ValueError(
-                f"This DFlash drafter reads layer {deepest} of its target and masks with token {mask}, and this target "
-                f"has {layers} layers and {rows} tokens; use the drafter that was published for it."
+                f"This DFlash drafter reads layer {deepest} of its target, and this target has {layers} layers; use "
+                "the drafter that was published for it."
             )
         if deepest == layers and self.shape.before_norm:
             raise ValueError(
                 f"This DFlash drafter reads the last of {layers} layers of its target before the final norm, which "
                 "transformers hands on after it alone; give a drafter that reads earlier layers."
             )
-        _check_mask_token(mask, tokenizer_beside(target) if tokenizer is None else tokenizer)
+        _check_mask_token(self.shape.mask_token_id, tokenizer_beside(target) if tokenizer is None else tokenizer)
 
     @property
     def feature_layers(self) -> list[int]:
