@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from hf_dart.drafters import hooks
 
 if TYPE_CHECKING:
+    from hf_dart.bench.page import View
     from hf_dart.decoding.api import attach, detach, generate
     from hf_dart.decoding.candidate_generator import DartCandidateGenerator
     from hf_dart.decoding.load_drafter import load_drafter, load_once
@@ -43,6 +44,7 @@ __all__ = [
     "NgramTable",
     "SuffixStore",
     "TreeConfig",
+    "View",
     "__version__",
     "attach",
     "compile",
@@ -59,6 +61,7 @@ _HOMES = {
     "DartCandidateGenerator": "decoding.candidate_generator",
     "DartConfig": "drafters.dart.configuration",
     "TreeConfig": "trees.config",
+    "View": "bench.page",
     "DartHead": "drafters.dart.drafter",
     "DFlashDrafter": "drafters.dflash.drafter",
     "DiffusionDrafter": "drafters.diffusion.drafter",

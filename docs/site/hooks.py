@@ -116,7 +116,7 @@ def _generated() -> dict[str, str]:
 
 
 _INTERFACES = {
-    "A call": ("hf_dart.decoding.finish.DartGenerateOutput", "hf_dart.decoding.stats.DraftStats", "hf_dart.view.View"),
+    "A call": ("hf_dart.decoding.finish.DartGenerateOutput", "hf_dart.decoding.stats.DraftStats"),
     "A drafter of your own": (
         "hf_dart.drafters.base.Drafter",
         "hf_dart.drafters.base.Proposal",

@@ -22,7 +22,7 @@ from hf_dart import Batcher
 from hf_dart.bench.suites import PACKAGED, open_suite
 from hf_dart.cli.common import load, pair_options, positive, say, set_threads, show
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.view.tables import markdown
+from hf_dart.hub.tables import markdown
 
 
 def main() -> None:

@@ -26,9 +26,9 @@ from hf_dart.bench import baselines, profiling, report, speed, suites
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.profiling import Profile
 from hf_dart.hub.loading import load_target
+from hf_dart.hub.tables import as_table
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import FINAL, run
-from hf_dart.view.tables import as_table
 
 _NAMES = {"dart": "DART", "eagle": "EAGLE"}
 Costs = dict[str, dict[int, Profile]]

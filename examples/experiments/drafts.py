@@ -28,8 +28,8 @@ from hf_dart.cli.common import (
     text_option,
     write_json,
 )
+from hf_dart.hub.tables import STOCK, Verdict, headline, markdown
 from hf_dart.trees.config import TreeConfig
-from hf_dart.view.tables import STOCK, Verdict, headline, markdown
 
 
 @dataclass(frozen=True)

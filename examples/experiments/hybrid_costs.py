@@ -25,8 +25,8 @@ from hf_dart.bench.pair import Pair
 from hf_dart.cache.states import states_of
 from hf_dart.drafters.base import Proposal
 from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.tables import markdown
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.view.tables import markdown
 
 _WIDTH = 512
 _ALL = {

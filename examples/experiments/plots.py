@@ -7,7 +7,7 @@ from typing import Any
 
 from drawing import COLORS, INK, Drawing
 
-from hf_dart.view.tables import STOCK, labels
+from hf_dart.hub.tables import STOCK, labels
 
 _WIDTH, _BARS, _RIGHT, _ROW, _TOP, _BOTTOM = 760, 420, 60, 22, 40, 46
 _LETTER = 7  # pixels, about

@@ -29,7 +29,7 @@ from hf_dart.bench.suites import cut_prompts, texts
 from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED
 from hf_dart.hub.machine import versions
-from hf_dart.view.tables import headline, markdown
+from hf_dart.hub.tables import headline, markdown
 
 BITS_AND_BYTES: dict[str, dict[str, Any]] = {
     "bitsandbytes, 4 bits (nf4)": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},

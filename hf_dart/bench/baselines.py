@@ -13,8 +13,8 @@ from hf_dart.bench.pair import Pair, shown_name
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.engine import compile
 from hf_dart.errors import UserError
+from hf_dart.hub.tables import OURS, STOCK
 from hf_dart.trees.config import TreeConfig
-from hf_dart.view.tables import OURS, STOCK
 
 STOCK_COMPILED, LOOKUP, ASSISTED = "stock, compiled", "stock prompt lookup", "stock assisted"
 ENGINE = f"{OURS}, compiled"

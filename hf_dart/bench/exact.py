@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.hub.tables import Verdict
 from hf_dart.models.devices import generator_state
 from hf_dart.models.quantised import rounding_of
 from hf_dart.models.tolerance import coarsest, narrow_dtype
-from hf_dart.view.tables import Verdict
 
 T = TypeVar("T")
 

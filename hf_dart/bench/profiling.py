@@ -13,9 +13,9 @@ import torch
 from hf_dart.bench import speed
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
+from hf_dart.hub.tables import STOCK
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
-from hf_dart.view.tables import STOCK
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _LONGEST = 8  # levels of a chain whose cost is measured, at most

@@ -1,4 +1,4 @@
-"""Measurements as JSON: the one format of all reports; `hf_dart.view.tables` shows it."""
+"""Measurements as JSON: the one format of all reports; `hf_dart.hub.tables` shows it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_dart.bench.exact import repeated_4grams
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Measurement
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.view.tables import STOCK
+from hf_dart.hub.tables import STOCK
 
 
 def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) -> dict[str, Any]:

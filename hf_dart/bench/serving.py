@@ -24,7 +24,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from hf_dart.errors import UserError
-from hf_dart.view.tables import markdown
+from hf_dart.hub.tables import markdown
 
 _COLUMNS = ("clients", "server", "first token (median)", "p95", "tokens/s", "tokens/CPU s", "failed", "as alone")
 

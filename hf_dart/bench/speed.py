@@ -16,7 +16,7 @@ from hf_dart.bench.baselines import COMPILED, takes
 from hf_dart.bench.exact import Difference, Run, compare, differences, end_tokens, run
 from hf_dart.bench.pair import Pair
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.view.tables import STOCK, Verdict
+from hf_dart.hub.tables import STOCK, Verdict
 
 T = TypeVar("T")
 

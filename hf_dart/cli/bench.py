@@ -77,8 +77,8 @@ def _add_serve(commands: Any) -> None:
 def _run_serve(arguments: argparse.Namespace) -> int:
     common.check_file(arguments.json)
     from hf_dart.bench import report, serving, suites
+    from hf_dart.hub import tables
     from hf_dart.hub.loading import target_path
-    from hf_dart.view import tables
 
     settings = serving.Settings(**common.given(arguments, ("clients", "requests", "new_tokens", "temperature")))
     pair = common.load(arguments)  # which also finds what is wrong with it before a server does
@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from transformers import AutoModelForCausalLM
 
     from hf_dart.bench import baselines, report, speed
-    from hf_dart.view import tables
+    from hf_dart.hub import tables
 
     asked = common.given(arguments, ("prompts", "new_tokens", "repeats", "batches"))
     with as_user_error(ValueError):

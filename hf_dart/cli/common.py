@@ -15,7 +15,7 @@ from typing import Any
 from hf_dart.bench.pair import Pair, load_pair, target_of
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
 from hf_dart.hub.loading import DTYPES, PACKAGED, load_tokenizer
-from hf_dart.view.tables import aligned
+from hf_dart.hub.tables import aligned
 
 
 def number(kind: type, holds: Callable[[Any], bool], says: str) -> Callable[[str], Any]:

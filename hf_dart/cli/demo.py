@@ -68,7 +68,7 @@ def demo(
         Whether every drafted output was stock's, token for token, and sampling left the generator alike.
     """
     from hf_dart.bench import report, speed
-    from hf_dart.view.tables import OURS, Verdict, aligned, as_table
+    from hf_dart.hub.tables import OURS, Verdict, aligned, as_table
 
     ids = [pair.tokenizer(prompt)["input_ids"] for prompt in prompts]
     settings = speed.Settings(len(ids), max(map(len, ids)), new_tokens, repeats=1, batches=(1,))
@@ -99,7 +99,7 @@ def demo(
 
 def _pieces(tokenizer: Any, run: Run) -> list[tuple[str, bool]]:
     """Return the text of a drafted run of one row in pieces, and whether each was drafted."""
-    from hf_dart.view.page import origins
+    from hf_dart.bench.page import origins
 
     assert run.stats is not None
     (tokens,) = run.texts

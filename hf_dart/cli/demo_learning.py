@@ -34,7 +34,7 @@ def demo(pair: Pair, show: Callable[[str], object] = print) -> bool:
     """
     from hf_dart import Learner, TreeConfig, attach
     from hf_dart.bench import speed
-    from hf_dart.view.tables import OURS, Verdict
+    from hf_dart.hub.tables import OURS, Verdict
 
     rows = header_tokens(pair.tokenizer)
     prompts = [row[:64] for row in rows[:96]]

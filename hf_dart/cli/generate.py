@@ -65,7 +65,7 @@ def _view(arguments: argparse.Namespace) -> int:
     common.check_file(arguments.output)
     pair, inputs, options = _prepare(arguments)
     from hf_dart.bench.exact import compare, run
-    from hf_dart.view import View
+    from hf_dart.bench.page import View
 
     with as_user_error(ValueError):
         stock = run(pair.model, inputs, options, arguments.seed)

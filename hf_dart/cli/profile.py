@@ -29,7 +29,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.bench import profiling
     from hf_dart.drafters.trained import TrainedDrafter
     from hf_dart.hub.machine import hardware
-    from hf_dart.view.tables import markdown
+    from hf_dart.hub.tables import markdown
 
     pair = common.load(arguments)
     if not pair.head.draft_length:

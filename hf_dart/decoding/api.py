@@ -198,7 +198,7 @@ def generate(
         assistant: the drafter; None is stock's own call.
         tree_config: the shape of draft trees in this call; None is the drafter's own.
         refine: how many edit passes the drafter makes over its draft; None is what `tree_config` says.
-        trace: keep every round and its tree in the statistics, for `hf_dart.view.View`.
+        trace: keep every round and its tree in the statistics, for `hf_dart.View`.
         memory: a [`SuffixStore`], or a namespace of one, that the call copies from and is kept in; None for none.
         kwargs: those of `model.generate`.
 

@@ -159,7 +159,7 @@ def admit(
         assistant: the drafter.
         tree_config: replaces `assistant.tree_config` for this call.
         refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
-        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them).
+        trace: keep every round and its tree in the statistics (`hf_dart.View` shows them).
         memory: a [`SuffixStore`], or a namespace of one, that the call copies from and is kept in; None for none.
         synced_gpus: as `generate` was told.
         streamer: is told of the prompt and of every token; None for none.

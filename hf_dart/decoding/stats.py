@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from time import perf_counter, thread_time
 from typing import Any
 
+from hf_dart.decoding.summary import summary
 from hf_dart.decoding.walk import Accepted
 from hf_dart.trees.tree import DraftTree
-from hf_dart.view.statistics import summary
 
 PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 

@@ -15,7 +15,7 @@ from huggingface_hub import EvalResultEntry, ModelCard
 
 from hf_dart.errors import INSTALLED_FROM
 from hf_dart.hub.facts import HeadFacts
-from hf_dart.view.tables import OURS, UNREADABLE, Verdict, as_table, labels
+from hf_dart.hub.tables import OURS, UNREADABLE, Verdict, as_table, labels
 
 BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"
 END = "<!-- hf-dart: end -->"

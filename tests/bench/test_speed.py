@@ -13,7 +13,7 @@ from hf_dart import DartHead, EagleDrafter
 from hf_dart.bench.baselines import ASSISTED, COMPILED, LOOKUP, STOCK
 from hf_dart.cli import main
 from hf_dart.hub.loading import PACKAGED_TARGET, load_target
-from hf_dart.view.tables import OURS, as_table, labels
+from hf_dart.hub.tables import OURS, as_table, labels
 
 DRAFTERS = {OURS, f"{OURS}, chain", f"{OURS}, copies alone", f"{OURS}, eagle", f"{OURS}, mine"}
 MODES = ("greedy", "sampled, T=1")

@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import plots
 import pytest
 
-from hf_dart.view.tables import STOCK
+from hf_dart.hub.tables import STOCK
 
 BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
 

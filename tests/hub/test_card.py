@@ -25,9 +25,9 @@ from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.tables import as_table
 from hf_dart.training.recipe import parser
 from hf_dart.training.record import training_record
-from hf_dart.view.tables import as_table
 
 registered()  # fills KINDS
 llama = partial(llama_target, "llama")

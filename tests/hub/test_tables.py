@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_dart.view.tables import aligned, markdown
+from hf_dart.hub.tables import aligned, markdown
 
 
 def test_columns_are_aligned() -> None:

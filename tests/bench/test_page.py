@@ -20,9 +20,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from hf_dart import attach
+from hf_dart.bench.page import View, origins, token_texts
 from hf_dart.cli import main
-from hf_dart.view import View
-from hf_dart.view.page import origins, token_texts
 
 # ---- reading a page strictly: what is open is closed, nothing is loaded, nothing runs -----------------------
 

@@ -10,7 +10,7 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-from hf_dart.view.statistics import summary
+from hf_dart.decoding.summary import summary
 
 _STYLE = """
 :root { color-scheme: light dark }
