@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from itertools import dropwhile
@@ -10,29 +10,11 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment
+
 from hf_dart.decoding.summary import summary
 
-_STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.5 sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #8886; padding: .8em; tab-size: 4 }
-td { padding-right: 1.5em }
-caption { font-weight: bold; padding-top: .8em }
-a { color: inherit; text-decoration: none }
-.prompt { opacity: .7 }
-.root { background: #8888 }
-.left { background: #8883 }
-.draft { background: #009e7360 }
-.bonus { background: #0072b260 }
-.wide { overflow-x: auto; scroll-margin-top: 3em }
-.wide:target { outline: 2px solid #888 }
-.node { display: flex; align-items: flex-start; font-size: 80% }
-.node .node { font-size: 100% }
-.node > span { flex: none; width: 9em; margin: 0 1em .4em 0; padding: 0 .3em; white-space: nowrap; overflow: hidden;
-  text-overflow: ellipsis }
-.node > div { border-left: 1px solid #8886; padding-left: 1em }
-"""
-_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+_PAGE = Path(__file__).with_name("view.html")
 
 
 @dataclass(frozen=True)
@@ -97,92 +79,50 @@ class View:
 
     def html(self) -> str:
         """Return the page as HTML, with nothing to load and no script."""
-        notes = "".join(f"<p>{_clean(note)}</p>" for note in self.notes)
-        return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>hf_dart: {len(self.tokens)} tokens, τ {self.stats.tau:.2f}</title>
-<style>{_STYLE}</style>
-</head>
-<body>
-<h1>{len(self.tokens)} tokens in {len(self.rounds)} rounds, τ {self.stats.tau:.2f}</h1>
-{notes}
-<p><span class="draft">accepted draft tokens</span> <span class="bonus">the target's own tokens</span>
-<span class="prompt">prompt</span></p>
-<pre id="text">{self._text()}</pre>
-<h2>Statistics</h2>
-<div class="wide" id="statistics">{summary(self.stats)}</div>
-<h2>Trees</h2>
-<p>Each round's tree after the last token written. Green: accepted. Blue: what the target wrote itself after them.
-Per cent: the drafter's own estimate of the path.</p>
-{self._trees()}
-</body>
-</html>
-"""
-
-    def _text(self) -> str:
-        prompt = _clean(self.tokenizer.decode(self.prompt))
-        found = [f'<span class="prompt">{prompt}</span>'] if self.prompt else []
-        pieces = token_texts(self.tokenizer, self.prompt[-8:], self.tokens)
+        page = Environment(autoescape=True, finalize=_printable).from_string(_PAGE.read_text(encoding="utf8"))
+        texts = token_texts(self.tokenizer, self.prompt[-8:], self.tokens)
         owners = origins(len(self.tokens), [len(one.paths[self.row]) for one in self.rounds])
-        for (number, drafted), piece in zip(owners, pieces, strict=True):
-            kind = "draft" if drafted else "bonus"
-            if number < 0:
-                found.append(f'<span class="{kind}" title="of the prefill">{_clean(piece)}</span>')
-                continue
-            about = f"round {number + 1}, {'drafted' if drafted else 'the target&#x27;s own'}"
-            found.append(f'<a class="{kind}" href="#round-{number + 1}" title="{about}">{_clean(piece)}</a>')
-        return "".join(found)
+        pieces = [(text, *owner) for text, owner in zip(texts, owners, strict=True)]
+        return page.render(view=self, summary=summary(self.stats), pieces=pieces, trees=[*self._trees()])
 
-    def _trees(self) -> str:
-        found: list[str] = []
+    def _trees(self) -> Iterator[dict[str, Any]]:
+        """Yield what the page says of each round that committed something."""
         written = 1
-        for number, one in enumerate(self.rounds):
+        for number, one in enumerate(self.rounds, start=1):
             count = len(one.paths[self.row])
             if not count:
                 continue
             written += count
             last = self._label(self.tokens[written - 1])
-            drafted = sum(parent >= 0 for parent in one.parents[self.row])
-            title = f"Round {number + 1}: {count - 1} accepted of {drafted} drafted, then {last}"
-            spent = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in one.seconds.items())
-            found.append(
-                # The id lies inside: browsers open what hides the place that a link leads to.
-                f'<details{" open" if not found else ""}><summary title="{escape(spent)}">{title}</summary>'
-                f'<div class="wide" id="round-{number + 1}">{self._tree(one, last)}</div></details>'
-            )
-        return "\n".join(found)
+            yield {
+                "number": number,
+                "accepted": count - 1,
+                "drafted": sum(parent >= 0 for parent in one.parents[self.row]),
+                "last": last,
+                "spent": ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in one.seconds.items()),
+                "tree": self._tree(one, last),
+            }
 
-    def _tree(self, one: Any, bonus: str) -> str:
-        """Draw the tree of a round from left to right: the accepted path straight, what was not taken below it."""
+    def _tree(self, one: Any, bonus: str) -> dict[str, Any]:
+        """Return the nodes of a round's tree, to be drawn from left to right: the accepted path on top."""
         tokens, parents, path = one.tokens[self.row], one.parents[self.row], one.paths[self.row]
         scores = None if one.scores is None else one.scores[self.row]
 
-        def drawn(node: int) -> str:
+        def drawn(node: int) -> dict[str, Any]:
             children = [child for child, parent in enumerate(parents) if parent == node]
             below = [drawn(child) for child in sorted(children, key=lambda child: (child not in path, child))]
             if node == path[-1]:
-                below.insert(0, _box("bonus", "the target's own token", bonus))
+                below.insert(0, {"kind": "bonus", "about": "the target's own token", "label": bonus})
             kind, about = ("draft", "accepted") if node in path else ("left", "not taken")
             if node == 0:
                 kind, about = "root", "already written"
             chance = f" {exp(scores[node]):.0%}" if scores is not None and node > 0 else ""
-            return _box(kind, about, self._label(tokens[node]) + chance, below)
+            return {"kind": kind, "about": about, "label": self._label(tokens[node]) + chance, "below": below}
 
         return drawn(0)
 
     def _label(self, token: int) -> str:
-        return _clean(repr(self.tokenizer.decode([token]))[1:-1])
-
-
-def _box(kind: str, about: str, label: str, below: Iterable[str] = ()) -> str:
-    """Return a node with its children, as HTML; `label` is HTML already."""
-    inside = "".join(below)
-    after = f"<div>{inside}</div>" if inside else ""
-    return f'<div class="node"><span class="{kind}" title="{label}: {escape(about)}">{label}</span>{after}</div>'
+        return repr(self.tokenizer.decode([token]))[1:-1]
 
 
 def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
@@ -219,7 +159,8 @@ def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[st
     return found
 
 
-def _clean(text: str) -> str:
-    """Text for HTML; control characters, which it forbids, are shown as such."""
-    shown = "".join(c if c in "\n\t" or c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in text)
-    return escape(shown)
+def _printable(value: Any) -> Any:
+    """Show control characters of plain text, which HTML forbids, as such."""
+    if type(value) is not str:
+        return value
+    return "".join(c if c in "\n\t" or c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in value)
