@@ -17,7 +17,7 @@ MARKERS = "<!-- messages -->\n", "<!-- /messages -->\n"
 _UNTOLD = {"AttributeError", "NotImplementedError", "argparse.ArgumentTypeError"}
 # A heading for each room, in the order of the page.
 ROOMS = {
-    "Calls of generate": ("decoding", "errors.py", "view"),
+    "Calls of generate": ("decoding", "errors.py"),
     "Targets": ("models",),
     "Drafters, heads and adapters": ("drafters",),
     "Many requests at once": ("serve",),

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_dart.errors import as_user_error
 
-_FACTS = ("bench", "base_model", "bench_dataset", "license", "language", "datasets")
+_FACTS = ("bench", "base_model", "license", "language", "datasets")
 
 
 def add(commands: Any) -> None:
@@ -17,7 +17,6 @@ def add(commands: Any) -> None:
     parser.add_argument("repository", help="user/name on the Hub; created if it does not exist")
     parser.add_argument("--bench", type=Path, metavar="FILE", help="JSON file of hf-dart bench --json, for the table")
     parser.add_argument("--base-model", metavar="ID", help="the target on the Hub (default: as in the head's config)")
-    parser.add_argument("--bench-dataset", metavar="ID", help="the Hub data set of the bench's prompts")
     parser.add_argument("--license", metavar="ID", help="licence, such as apache-2.0")
     parser.add_argument("--language", nargs="+", default=(), metavar="CODE", help="languages, such as en")
     parser.add_argument("--datasets", nargs="+", default=(), metavar="ID", help="the Hub data sets it was trained on")

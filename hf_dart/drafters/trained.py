@@ -309,7 +309,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             repo_id: "name" or "user/name".
             max_shard_size: as for `save_pretrained`.
             options: private, token, revision, create_pr, commit_message, commit_description, card, bench, training,
-                base_model, bench_dataset, license, language, datasets, tags, as for
+                base_model, license, language, datasets, tags, as for
                 `hf_dart.hub.publish.push_folder`, which also says what is raised.
         """
         name, place = self.name_or_path, self._place

@@ -6,23 +6,22 @@ whatever people write above and below the markers, which stays as it is.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import yaml
-from huggingface_hub import EvalResultEntry, ModelCard
+from huggingface_hub import ModelCard
+from jinja2 import Template
 
 from hf_dart.errors import INSTALLED_FROM
 from hf_dart.hub.facts import HeadFacts
-from hf_dart.hub.tables import OURS, UNREADABLE, Verdict, as_table, labels
+from hf_dart.hub.tables import OURS, UNREADABLE, Verdict, as_table
 
 BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"
 END = "<!-- hf-dart: end -->"
 _TAGS = ("speculative-decoding", "draft-model", "custom_generate")
 _STAY = ("library_name", "pipeline_tag")
-_HOME = "https://huggingface.co/"
-_TEMPLATE, _SECTION = Path(__file__).with_name("card.md"), "<!-- section -->"
+_TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def front_matter(facts: HeadFacts) -> dict[str, Any]:
@@ -90,75 +89,25 @@ def has_markers(card: str) -> bool:
     return END in card.partition(BEGIN)[2]
 
 
-def eval_results(facts: HeadFacts) -> list[EvalResultEntry]:
-    """τ and speed over stock, for the Hub's `.eval_results/*.yaml`; none without a data set of the Hub.
-
-    The tasks are called tau and speedup, then by mode and batch: tau-greedy-batch-1.
-    """
-    if facts.bench is None or facts.bench_dataset is None:
-        return []
-    notes = f"{facts.bench['dtype']}, {facts.bench['hardware']}, {facts.bench['command']}"
-    source = {"source_url": f"{_HOME}{facts.repository}", "source_name": "Model card"} if facts.repository else {}
-    entries = []
-    for one, case in _ours(facts.bench):
-        name = f"{one['mode']} {case}"
-        task = f"{''.join(c if c.isalnum() else ' ' for c in name)} batch {one['batch']}"
-        task = "-".join(task.lower().split())
-        values = {"tau": one["tau"], "speedup": one["ratio"]["median"]}
-        entries += [
-            EvalResultEntry(facts.bench_dataset, f"{metric}-{task}", round(value, 4), notes=notes, **source)
-            for metric, value in values.items()
-        ]
-    return entries
-
-
 def _body(facts: HeadFacts) -> str:
-    """Fill in the template's sections; those with a field that is not known are left out."""
-    fields, sections = _fields(facts), []
-    for section in _TEMPLATE.read_text(encoding="utf8").split(_SECTION):
-        with suppress(KeyError):
-            sections.append(section.strip().format_map(fields))
-    return "\n\n".join(sections)
-
-
-def _fields(facts: HeadFacts) -> dict[str, Any]:
-    """Values for the template, by name; those that are not known are left out."""
-    config, texts = facts.config, facts.texts
-    named = f"[{facts.base_model}]({_HOME}{facts.base_model})" if facts.base_model else f"`{facts.target}`"
-    revision = f" at revision `{config.target_revision}`" if config.target_revision else ""
-    fields = {
-        "introduced": texts.introduced,
-        "made_for": f" for {named}{revision}" if facts.target else "",
-        "short": texts.short,
-        "rows": _rows(_about(facts)),
-        "bench_same": "",
-        "target": facts.target or "its target",
-        "other": "widths, layers or vocabulary" if config.needs else "vocabulary",
-    }
-    if texts.paper is not None:
-        number, title = texts.paper
-        fields |= {"tag": texts.tag, "number": number, "title": title, "year": f"20{number[:2]}"}
-    if facts.repository is not None and facts.base_model is not None:
-        class_name = facts.kind.drafter.__name__
-        fields |= {"installed_from": INSTALLED_FROM, "module": facts.kind.module, "class_name": class_name}
-        fields |= {"base_model": facts.base_model, "repository": facts.repository}
-    if facts.bench is not None:
-        fields |= {"bench_command": facts.bench["command"], "bench_table": as_table(facts.bench)}
-        fields |= {"bench_same": _same(facts.bench)}
-    if facts.training is not None:
-        recipe = facts.training.get("recipe", {})
-        shown = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
-        shown = f"\n\nBy `hf-dart train` with these options:\n\n```yaml\n{shown}\n```" if recipe else ""
-        fields |= {"training_rows": _rows(_training(facts.training)), "recipe": shown}
-    return fields
-
-
-def _rows(cells: dict[str, str]) -> str:
-    """Return the lines of a table of two columns; empty ones are left out."""
-    return "\n".join(f"| {name} | {value} |" for name, value in cells.items() if value)
+    """Fill in the template, which leaves out what is not known."""
+    record, bench = facts.training or {}, facts.bench
+    recipe = yaml.safe_dump(record["recipe"], sort_keys=False, allow_unicode=True) if record.get("recipe") else ""
+    template = Template(_TEMPLATE.read_text(encoding="utf8"), trim_blocks=True)
+    return template.render(
+        facts=facts,
+        drafter=facts.kind.drafter.__name__,
+        installed_from=INSTALLED_FROM,
+        about=_about(facts),
+        bench_table=bench and as_table(bench),
+        same=bench and _same(bench),
+        training=_training(record),
+        recipe=recipe.strip(),
+    ).strip()
 
 
 def _about(facts: HeadFacts) -> dict[str, str]:
+    """Return the rows of the first table; empty ones are left out."""
     config = facts.config
     thinking = {None: "", True: ", thinking on", False: ", thinking off"}[config.enable_thinking]
     lends = "embedding width" in config.needs
@@ -195,18 +144,12 @@ def _said(value: Any) -> str:
 
 def _same(bench: dict[str, Any]) -> str:
     """Return a sentence on how many rows of a bench were stock's."""
-    verdict = sum((Verdict(**one["compared"]) for one, _ in _ours(bench)), Verdict())
+    ours = [one for one in bench["results"] if one["method"] == OURS and "tau" in one]
+    verdict = sum((Verdict(**one["compared"]) for one in ours), Verdict())
     same = verdict.rows - verdict.near_ties - verdict.differences
     apart = [
-        f"{verdict.near_ties} parted at a near-tie" * bool(verdict.near_ties),
-        f"{verdict.differences} differed" * bool(verdict.differences),
-        "the generator was not always where stock leaves it" * (not verdict.generator),
+        f"; {verdict.near_ties} parted at a near-tie" * bool(verdict.near_ties),
+        f"; {verdict.differences} differed" * bool(verdict.differences),
+        "; the generator was not always where stock leaves it" * (not verdict.generator),
     ]
-    found = "; ".join(["", *filter(None, apart)])
-    return f" In the runs above, in {bench['dtype']}, {same} of {verdict.rows} rows were the same{found}."
-
-
-def _ours(bench: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
-    """Results of the head as it comes, and their cases."""
-    entries = zip(bench["results"], labels(bench), strict=True)
-    return [(one, case) for one, case in entries if one["method"] == OURS and "tau" in one]
+    return f"In the runs above, in {bench['dtype']}, {same} of {verdict.rows} rows were the same{''.join(apart)}."

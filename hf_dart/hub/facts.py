@@ -47,7 +47,6 @@ class HeadFacts:
         base_model: the target's id on the Hub.
         training: `hf_dart.training.record.training_record`.
         bench: what `hf-dart bench --json` wrote.
-        bench_dataset: the Hub's id of the data set that the bench's prompts came from.
         license, language, datasets, tags: fields of the card's front matter, in the Hub's spelling.
     """
 
@@ -61,7 +60,6 @@ class HeadFacts:
     base_model: str | None = None
     training: dict[str, Any] | None = None
     bench: dict[str, Any] | None = None
-    bench_dataset: str | None = None
     license: str | None = None
     language: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()

@@ -10,13 +10,12 @@ from shutil import copyfile
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import yaml
-from huggingface_hub import CommitInfo, HfApi, constants, eval_result_entries_to_yaml
+from huggingface_hub import CommitInfo, HfApi, constants
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_dart.errors import sentence
-from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
+from hf_dart.hub.card import BEGIN, END, has_markers, render_card
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.failures import hub_errors
@@ -24,9 +23,9 @@ from hf_dart.hub.machine import versions
 
 BENCH = "bench.json"
 # A trainer's folder holds optimizer states too, which nobody needs to draft.
-_WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", TRAINING_RECORD)
+_WEIGHTS = ("config.json", ADAPTER_CONFIG, "*.safetensors", "*.safetensors.index.json", TRAINING_RECORD)
 _OURS = [
-    "adapter_config.json", "adapter_model.safetensors", "draft_vocabulary.safetensors", TRAINING_RECORD, BENCH,
+    ADAPTER_CONFIG, "adapter_model.safetensors", "draft_vocabulary.safetensors", TRAINING_RECORD, BENCH,
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", ".eval_results/hf_dart.yaml",
 ]  # fmt: skip
 """Files of an earlier push, which would be read together with other weights, or describe them."""
@@ -67,8 +66,7 @@ def push_folder(
             a whole, and a warning says so.
         private, token, create_pr, commit_message, commit_description: as for `PreTrainedModel.push_to_hub`.
         revision: the branch.
-        known: what `HeadFacts.read` takes: bench, training, base_model, bench_dataset, license, language,
-            datasets, tags.
+        known: what `HeadFacts.read` takes: bench, training, base_model, license, language, datasets, tags.
 
     Raises:
         ValueError: a file in `folder`, or one that was named, cannot be used; or it is an adapter of a local head.
@@ -114,8 +112,7 @@ def write_folder(folder: str | Path, destination: str | Path, repository: str, *
     destination = Path(destination)
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise ValueError(f"{str(destination)!r} is there already; give an empty folder, or a name that is free.")
-    facts = _facts(folder, repository, **known)
-    write_repository(folder, destination, facts, None)
+    write_repository(folder, destination, _facts(folder, repository, **known), None)
 
 
 def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
@@ -150,10 +147,6 @@ def write_repository(folder: str | Path, destination: Path, facts: HeadFacts, ca
     for name, record in ((TRAINING_RECORD, facts.training), (BENCH, facts.bench)):
         if record is not None:
             (destination / name).write_text(json.dumps(record, indent=2) + "\n", encoding="utf8")
-    if entries := eval_results(facts):
-        text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
-        (destination / constants.EVAL_RESULTS_FOLDER).mkdir()
-        (destination / constants.EVAL_RESULTS_FOLDER / "hf_dart.yaml").write_text(text, encoding="utf8")
     add_custom_generate(destination)
     (destination / constants.REPOCARD_NAME).write_text(render_card(facts, card), encoding="utf8", newline="")
 

@@ -24,7 +24,7 @@ from hf_dart import DartConfig, DartHead, TreeConfig, load_drafter
 from hf_dart.bench import suites
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.hub.card import eval_results, render_card
+from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.training.recipe import read_recipe
@@ -57,9 +57,7 @@ def test_targets(target: Any, tmp_path: Path, name: str, part: range) -> None:
 
 
 def read_bench(file: Path) -> None:
-    facts = HeadFacts.read(PACKAGED_HEAD, bench=file, bench_dataset="them/prompts")
-    render_card(facts)
-    eval_results(facts)
+    render_card(HeadFacts.read(PACKAGED_HEAD, bench=file))
 
 
 RECORD = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from huggingface_hub import ModelCard, constants, eval_result_entries_to_yaml, parse_eval_result_entries
+from huggingface_hub import ModelCard, constants
 from support.hub import card_errors
 from support.sentences import refused
 from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter
@@ -20,7 +20,7 @@ from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, t
 import hf_dart
 from hf_dart import DartHead
 from hf_dart.drafters.registry import registered, trainers
-from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
+from hf_dart.hub.card import BEGIN, END, has_markers, render_card
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
@@ -248,21 +248,6 @@ def test_a_card_without_markers_stays_as_a_whole(card: str) -> None:
 def test_a_broken_front_matter_gets_one_sentence() -> None:
     with pytest.raises(ValueError, match="front matter of the card is not valid YAML"):
         render_card(facts(), f"---\nlicense: [\n---\n{BEGIN}\n{END}\n")
-
-
-def test_eval_results_are_in_the_hubs_format() -> None:
-    assert eval_results(facts(bench=BENCH)) == []  # its text is no data set of the Hub
-    known = facts(bench=BENCH, bench_dataset="them/prompts", repository="me/head")
-    entries = eval_results(known)
-    written = yaml.safe_load(yaml.safe_dump(eval_result_entries_to_yaml(entries)))
-    assert parse_eval_result_entries(written) == entries
-    by_task = {entry.task_id: entry for entry in entries}
-    assert len(by_task) == len(entries) == 2 * len(measured())
-    greedy = next(one for one in measured() if (one["batch"], one["mode"]) == (1, "greedy"))
-    assert by_task["tau-greedy-batch-1"].value == round(greedy["tau"], 4)
-    assert by_task["speedup-sampled-t-1-batch-4"].value < 1
-    assert "float32" in (entries[0].notes or "")
-    assert entries[0].source_url == "https://huggingface.co/me/head"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig
@@ -139,13 +138,11 @@ def test_a_trainers_folder_leaves_its_states_behind(alice: Hub, tmp_path: Path) 
     shutil.copytree(PACKAGED_HEAD, folder)
     (folder / "optimizer.pt").write_bytes(b"0" * 100)
     (folder / "training.json").write_text('{"steps": 7}')
-    push_folder(folder, "alice/head", bench=BENCH, bench_dataset="them/prompts")
+    push_folder(folder, "alice/head", bench=BENCH)
     files = alice.repositories["alice/head"].files()
     assert "optimizer.pt" not in files
     assert json.loads(files["training.json"]) == {"steps": 7}
     assert json.loads(files["bench.json"]) == json.loads(BENCH.read_text(encoding="utf8"))
-    results = yaml.safe_load(files[".eval_results/hf_dart.yaml"])
-    assert results[0]["dataset"] == {"id": "them/prompts", "task_id": "tau-greedy-batch-1"}
     assert files["model.safetensors"] == (PACKAGED_HEAD / "model.safetensors").read_bytes()
     # The weights go up once.
     uploads = [asked for asked in alice.requests if asked.startswith("PUT")]
@@ -155,13 +152,13 @@ def test_a_trainers_folder_leaves_its_states_behind(alice: Hub, tmp_path: Path) 
 
 
 def test_what_belonged_to_other_weights_goes_away(alice: Hub, head: DartHead, tmp_path: Path) -> None:
-    push_folder(PACKAGED_HEAD, "alice/head", bench=BENCH, bench_dataset="them/prompts")
+    push_folder(PACKAGED_HEAD, "alice/head", bench=BENCH)
     stored = alice.repositories["alice/head"]
     theirs = {"adapter_config.json": b"{}", "notes.md": b"mine", "other.safetensors": b"0"}
     stored.commit("main", stored.refs["main"], {**stored.files(), **theirs}, "by hand")
     head.push_to_hub("alice/head")
     files = stored.files()
-    assert not {"adapter_config.json", "bench.json", ".eval_results/hf_dart.yaml"} & files.keys()
+    assert not {"adapter_config.json", "bench.json"} & files.keys()
     assert {"notes.md", "other.safetensors", "model.safetensors"} <= files.keys()
 
 
