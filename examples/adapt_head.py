@@ -24,13 +24,11 @@ from hf_dart import DartHead
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.lora import LoraArguments, apply_lora
-from hf_dart.training.regenerate.sampling import Sampling
-from hf_dart.training.regenerate.writers import ModelWriter
 
 PAIR = Path(hf_dart.__file__).parent / "demo_pair"
 PREFIX = 64  # tokens of the domain's files in a row
 LENGTH = 129  # tokens of a row; 128 real positions
-GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
+GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}
 
 
 def main() -> None:
@@ -57,10 +55,14 @@ def main() -> None:
     files = files_of(arguments.package, arguments.suffix)
     known, held_out = [file for i, file in enumerate(files) if i % 10], files[::10]
     print(f"{arguments.package}, {arguments.suffix}: {len(known)} files to learn from, {len(held_out)} held out")
-    writer = ModelWriter(target, tokenizer, head=head)
     half = arguments.rows // 2
-    rows = rows_from(known, arguments.rows - half, GREEDY, writer) + rows_from(known, half, SAMPLED, writer)
-    greedy, sampled = (rows_from(held_out, arguments.evaluation_rows, way, writer) for way in (GREEDY, SAMPLED))
+    rows = [
+        *rows_from(known, arguments.rows - half, head, target, tokenizer, GREEDY),
+        *rows_from(known, half, head, target, tokenizer, SAMPLED),
+    ]
+    greedy, sampled = (
+        rows_from(held_out, arguments.evaluation_rows, head, target, tokenizer, way) for way in (GREEDY, SAMPLED)
+    )
 
     apply_lora(head, LoraArguments(lora_rank=arguments.rank))
     trainer = DartTrainer(
@@ -116,27 +118,30 @@ def files_of(package: str, suffix: str) -> list[Path]:
     return [files[i] for i in order]
 
 
-def rows_from(files: list[Path], count: int, sampling: Sampling, writer: ModelWriter) -> list[dict[str, Any]]:
+def rows_from(
+    files: list[Path], count: int, head: DartHead, target: Any, tokenizer: Any, sampling: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Up to `count` rows: a piece of a file, and what the target writes after it, which alone is drafted."""
     pieces: list[list[int]] = []
     for file in files:
-        text = file.read_text(encoding="utf8", errors="replace")
-        ids = writer.tokenizer(text, verbose=False)["input_ids"]
+        ids = tokenizer(file.read_text(encoding="utf8", errors="replace"), verbose=False)["input_ids"]
         # Licences stand at the beginning; a few pieces of each file, so that all files have their say.
         pieces += [ids[at : at + PREFIX] for at in range(4 * PREFIX, len(ids) - PREFIX, 8 * PREFIX)][:4]
         if len(pieces) >= count:
             break
     rows = []
     for start in range(0, min(count, len(pieces)), 64):
-        batch = pieces[start : min(start + 64, count)]
-        for piece, written in zip(
-            batch, writer.continue_texts(batch, LENGTH - PREFIX, sampling, seed=start), strict=True
-        ):
-            at = torch.arange(LENGTH)
-            length = PREFIX + len(written)
-            ids = torch.tensor([*piece, *written] + [0] * (LENGTH - length))
-            inside = at < length
-            rows.append({"input_ids": ids, "documents": inside.long() - 1, "loss_mask": inside & (at >= PREFIX)})
+        batch = torch.tensor(pieces[start : min(start + 64, count)], device=target.device)
+        options = {"max_new_tokens": LENGTH - PREFIX, "pad_token_id": 0, **sampling}
+        with torch.random.fork_rng():
+            torch.manual_seed(start)
+            texts = target.generate(batch, attention_mask=torch.ones_like(batch), assistant=head, **options).cpu()
+        for text in texts:
+            ended = (text[PREFIX:] == tokenizer.eos_token_id).nonzero().flatten().tolist()
+            inside = torch.arange(LENGTH) < (PREFIX + ended[0] + 1 if ended else len(text))
+            ids = torch.where(inside, torch.nn.functional.pad(text, (0, LENGTH - len(text))), 0)
+            loss_mask = inside & (torch.arange(LENGTH) >= PREFIX)
+            rows.append({"input_ids": ids, "documents": inside.long() - 1, "loss_mask": loss_mask})
     return rows
 
 

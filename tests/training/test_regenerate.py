@@ -5,161 +5,151 @@ from __future__ import annotations
 import json
 import re
 import resource
-from collections.abc import Iterator
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.chats import CONVERSATION, PLAIN, chat_tokenizer
-from support.endpoint import serving
 from support.tiny_training import tiny_target, write_json_lines
 
-from hf_dart import DartHead, attach
+from hf_dart import DartHead
 from hf_dart.cli import main
-from hf_dart.cli.regenerate import Tokens
 from hf_dart.training import DataArguments, load_rows
-from hf_dart.training.data.chat import ChatFormat
-from hf_dart.training.regenerate.regenerate import RegenerateSettings, begin, open_sources, plan, regenerate
+from hf_dart.training.regenerate.regenerate import begin, open_sources, regenerate
 from hf_dart.training.regenerate.sampling import Sampling
-from hf_dart.training.regenerate.writers import ModelWriter, ServerWriter
+from hf_dart.training.regenerate.writer import RegenerateSettings, as_message, end_tokens
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
+TOKENIZER = chat_tokenizer()
 MIXTURE = (Sampling(0.4, temperature=1.0), Sampling(0.3, repetition_penalty=1.1), Sampling(0.3))
-SETTINGS = RegenerateSettings(length=24, new_tokens=12, prefix=(4, 9), mixture=MIXTURE, batch_size=4, seed=2)
+SETTINGS = RegenerateSettings(length=24, new_tokens=12, prefix=(4, 9), mixture=MIXTURE, seed=2)
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * (i % 4 + 1) for i in range(14)]
 
 
-def small_writer(**options: Any) -> ModelWriter:
+def small_target() -> Any:
     """A random target with the packaged tokenizer's vocabulary, of which it uses little."""
-    tokenizer = chat_tokenizer()
-    model = tiny_target(torch.float64, vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id)
+    model = tiny_target(torch.float64, vocab_size=len(TOKENIZER), eos_token_id=TOKENIZER.eos_token_id)
     with torch.no_grad():
         model.lm_head.weight[40:] *= 0.1
-    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 16, 17]
-    return ModelWriter(model, tokenizer, ChatFormat(tokenizer), **options)
+    model.generation_config.eos_token_id = [TOKENIZER.eos_token_id, 16, 17]
+    return model
 
 
-def text_file(folder: Path) -> str:
-    return write_json_lines(folder / "texts.jsonl", [{"text": text} for text in TEXTS])
+MODEL = small_target()
+ENDS = end_tokens(MODEL, TOKENIZER)
 
 
-def sources_of(folder: Path, *names: str) -> Any:
-    arguments = DataArguments(list(names), cache_dir=str(folder / "cache"), train_on="all")
-    return open_sources(arguments, chat_tokenizer(), seed=3)
+def sources_of(folder: Path, rows: list[dict[str, Any]]) -> Any:
+    source = write_json_lines(folder / "data.jsonl", rows)
+    arguments = DataArguments([source], cache_dir=str(folder / "cache"), train_on="all")
+    return open_sources(arguments, TOKENIZER, seed=3)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Any:
+    return sources_of(tmp_path, [{"text": text} for text in TEXTS])
 
 
 def records_in(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for part in sorted(folder.glob("*.jsonl")) for line in part.read_text().splitlines()]
+    """The records of all shards, in the order of their rows."""
+    lines = [line for part in folder.glob("*.jsonl") for line in part.read_text().splitlines()]
+    return sorted(map(json.loads, lines), key=lambda record: record["row"])
 
 
-def new_tokens(records: list[dict[str, Any]]) -> int:
-    return sum(len(record["input_ids"]) - record["prompt_tokens"] for record in records)
-
-
-def run(folder: Path, sources: Any, writer: Any, settings: RegenerateSettings = SETTINGS, **options: Any) -> Path:
+def run(folder: Path, sources: Any, settings: RegenerateSettings = SETTINGS, head: Any = None, **options: Any) -> Path:
     begin(folder, {}, {})
-    for _ in regenerate(sources, writer, settings, folder, **options):
-        pass
+    told = list(regenerate(sources, MODEL, head, settings, folder, **{"seats": 4, **options}))
+    assert all(record in records_in(folder) for record in told)
     return folder
 
 
-def test_texts_are_continued_and_read_back(tmp_path: Path) -> None:
-    writer, sources = small_writer(), sources_of(tmp_path, text_file(tmp_path))
-    told: list[int] = []
-    writer.tell = told.append
-    out = run(tmp_path / "out", sources, writer)
-    records = records_in(out)
-    assert sum(told) == new_tokens(records)
-    (documents, encoder), *_ = sources
+def test_texts_are_what_generate_writes_with_a_seed_for_each_row(tmp_path: Path, texts: Any) -> None:
+    """The reference draws for every row what is random about it, and calls stock's `generate` of it alone."""
+    ((documents, _),) = texts
     pieces = []
     for text in documents["text"]:
-        ids = encoder.tokenizer(text)["input_ids"]
+        ids = TOKENIZER(text)["input_ids"]
         pieces += [ids[at : at + 24] for at in range(0, len(ids), 24) if at == 0 or len(ids) - at >= 4]
-    assert sorted(record["row"] for record in records) == list(range(len(pieces)))
-    for record in records:
-        given = record["prompt_tokens"]
-        assert given <= 9
-        assert record["input_ids"][:given] == pieces[record["row"]][:given]
-        assert given < len(record["input_ids"]) <= 24
-    assert len({record["sampling"] for record in records}) == 3
+    out = run(tmp_path / "out", texts)
+    records = records_in(out)
+    assert [record["row"] for record in records] == list(range(len(pieces)))
+    for number, (record, piece) in enumerate(zip(records, pieces, strict=True)):
+        random = np.random.default_rng([SETTINGS.seed, number])
+        way = int(random.choice(3, p=[0.4, 0.3, 0.3]))
+        prefix = int(random.integers(4, 10))
+        prompt = torch.tensor([piece[:prefix]])
+        torch.manual_seed(int(random.integers(2**31)))
+        alone = MODEL.generate(
+            prompt,
+            max_new_tokens=min(24 - prefix, 12),
+            pad_token_id=0,
+            top_k=0,
+            do_sample=way == 0,
+            repetition_penalty=1.1 if way == 1 else 1.0,
+        )
+        assert record["input_ids"] == alone[0].tolist()
+        assert record["prompt_tokens"] == prompt.shape[1] == len(record["input_ids"]) - record["new_tokens"]
+        assert (record["sampling"], record["text"]) == (way, TOKENIZER.decode(alone[0], skip_special_tokens=True))
 
-    rows, _ = load_rows(
-        DataArguments([str(out)], max_length=24, cache_dir=str(tmp_path / "cache")), encoder.tokenizer, 3
-    )
-    trained = sum(int(row["loss_mask"].sum()) for row in rows)
-    assert 0 < trained <= sum(len(record["input_ids"]) - record["prompt_tokens"] for record in records)
+    arguments = DataArguments([str(out)], max_length=24, cache_dir=str(tmp_path / "cache"))
+    trained = sum(int(row["loss_mask"].sum()) for row in load_rows(arguments, TOKENIZER, 3)[0])
+    assert 0 < trained <= sum(record["new_tokens"] for record in records)
 
 
-def test_greedy_text_is_what_generate_writes(tmp_path: Path) -> None:
-    writer, sources = small_writer(), sources_of(tmp_path, text_file(tmp_path))
-    settings = RegenerateSettings(length=24, prefix=(4, 9), batch_size=4)
-    for record in records_in(run(tmp_path / "out", sources, writer, settings, rows=8)):
-        prompt = record["input_ids"][: record["prompt_tokens"]]
-        alone = writer.model.generate(torch.tensor([prompt]), max_new_tokens=24 - len(prompt), do_sample=False)
-        length = len(record["input_ids"])
-        assert alone[0, :length].tolist() == record["input_ids"]
-        assert length == alone.shape[1] or record["input_ids"][-1] in writer.ends or length >= 24 - 9 + len(prompt)
-
-
-def test_with_a_head_the_text_is_the_same(tmp_path: Path) -> None:
-    sources = sources_of(tmp_path, text_file(tmp_path))
-    plain = run(tmp_path / "plain", sources, small_writer(), rows=12)
-    writer = small_writer()
+def test_with_a_head_the_text_is_the_same(tmp_path: Path, texts: Any) -> None:
     fields = {"draft_length": 3, "feature_layers": [1, 2], "initializer_range": 0.3, "tree": {"nodes": 6}}
-    writer.head = DartHead.from_target(writer.model, **fields)
-    attach(writer.model)
-    told: list[int] = []
-    writer.tell = told.append
-    drafted = run(tmp_path / "drafted", sources, writer, rows=12)
-    assert records_in(plain) == records_in(drafted)
-    assert sum(told) == new_tokens(records_in(drafted))
-    assert max(told) > 4  # more than one for each row
-    assert writer.head.observers == ()
-    assert writer.memory.tokens > sum(told), "drafts may copy what was written before"
-    assert len(records_in(plain)) >= 12
-    assert writer.head.last_stats.tau > 1
+    head = DartHead.from_target(MODEL, **fields)
+    drafted = records_in(run(tmp_path / "drafted", texts, head=head, rows=12))
+    assert len(drafted) == 12
+    assert drafted == records_in(run(tmp_path / "plain", texts, rows=12))
+    assert head.last_stats.tau > 1
 
 
-def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    sources = sources_of(tmp_path, text_file(tmp_path))
-    whole, out = run(tmp_path / "whole", sources, small_writer()), tmp_path / "out"
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path: Path, texts: Any) -> None:
+    whole, out = run(tmp_path / "whole", texts), tmp_path / "out"
     begin(out, {}, {})
-    steps = regenerate(sources, small_writer(), SETTINGS, out)
-    next(steps)
+    steps = regenerate(texts, MODEL, None, SETTINGS, out, seats=3)
+    first = [next(steps), next(steps)]
     steps.close()
-    first, *rest = sorted(file.name for file in whole.glob("*.jsonl"))
-    assert [file.name for file in out.glob("*.jsonl")] == [first]  # as soon as it is told of
-    (out / f"{rest[0]}.1234").write_text('{"text": "im')  # of a process that was killed while it wrote
-    written = [number for number, _ in regenerate(sources, small_writer(), SETTINGS, out)]
-    assert written == list(range(1, 1 + len(rest)))
-    assert records_in(out) == records_in(whole)
+    assert records_in(out) == first  # each as soon as it is told of
+    file = out / "rows-1-of-1.jsonl"
+    with file.open("a") as lines:
+        lines.write('{"text": "im')  # of a process that was killed while it wrote
+    assert not list(regenerate(texts, MODEL, None, SETTINGS, out, minutes=0))
+    assert records_in(out) == first
+    run(out, texts, seats=2)
+    assert file.read_text() == (whole / file.name).read_text()
 
 
-def test_a_full_disk_keeps_the_text_so_far(tmp_path: Path) -> None:
-    sources = sources_of(tmp_path, text_file(tmp_path))
-    out, before = run(tmp_path / "out", sources, small_writer(), rows=4), resource.getrlimit(resource.RLIMIT_FSIZE)
-    kept, names = records_in(out), set(out.iterdir())
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))  # where the system breaks the next batch off
+def test_a_full_disk_keeps_the_text_so_far(tmp_path: Path, texts: Any) -> None:
+    out, before = run(tmp_path / "out", texts, rows=4), resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept, size = records_in(out), (out / "rows-1-of-1.jsonl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))  # where the system breaks the next row off
     try:
         with pytest.raises(OSError, match="File too large"):
-            run(out, sources, small_writer(), rows=8)
+            run(out, texts, rows=8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert set(out.iterdir()) == names
-    run(out, sources, small_writer(), rows=8)
-    assert records_in(out)[: len(kept)] == kept
-    assert len(records_in(out)) >= 8
+    assert records_in(out) == kept
+    assert records_in(run(out, texts, rows=8)) == records_in(run(tmp_path / "whole", texts, rows=8))
 
 
-def test_processes_share_the_batches(tmp_path: Path) -> None:
-    sources, writer = sources_of(tmp_path, text_file(tmp_path)), small_writer()
-    alone = records_in(run(tmp_path / "alone", sources, writer))
-    for rank in (2, 0, 1):
-        run(tmp_path / "shared", sources, writer, rank=rank, processes=3)
-    shared = records_in(tmp_path / "shared")
-    assert sorted(shared, key=lambda record: record["row"]) == sorted(alone, key=lambda record: record["row"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_shards_together_hold_the_rows_of_one_process(tmp_path: Path, texts: Any, count: int) -> None:
+    alone = records_in(run(tmp_path / "alone", texts))
+    for number in range(count, 0, -1):
+        run(tmp_path / "shared", texts, shard=(number, count), seats=number)
+    sizes = [len(file.read_text().splitlines()) for file in (tmp_path / "shared").glob("rows-?-of-?.jsonl")]
+    assert len(sizes) == count
+    assert max(sizes) - min(sizes) <= 1
+    assert records_in(tmp_path / "shared") == alone
+    read = DataArguments([str(tmp_path / "shared")], max_length=24, cache_dir=str(tmp_path / "cache"))
+    assert len(load_rows(read, TOKENIZER, 3)[0]) > 0  # the folder is training data as it is
 
 
 def test_other_settings_do_not_mix(tmp_path: Path) -> None:
@@ -167,13 +157,13 @@ def test_other_settings_do_not_mix(tmp_path: Path) -> None:
         begin(tmp_path, {"seed": 0, "prefix": (1, 2)}, {"torch": version})
     with pytest.raises(ValueError, match=r"other settings: seed differs from .*settings.json; give the same"):
         begin(tmp_path, {"seed": 1, "prefix": (1, 2)}, {})
-    (tmp_path / "batch-0000000.jsonl").write_text('{"text": "import os"}\n')
+    (tmp_path / "rows-1-of-1.jsonl").write_text('{"text": "import os"}\n')
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match=r"holds text, and no settings.json that says how it was made; name another"):
         begin(tmp_path, {"seed": 1, "prefix": (1, 2)}, {})
 
 
-def chat_file(folder: Path) -> str:
+def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
     tool = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "1"}]
     conversations = [
         CONVERSATION,
@@ -183,154 +173,59 @@ def chat_file(folder: Path) -> str:
         CONVERSATION[:1],  # nothing to answer
         [CONVERSATION[0], {"role": "user", "content": "long " * 200}],  # no room for a reply
     ]
-    return write_json_lines(folder / "chats.jsonl", [{"messages": messages} for messages in conversations])
-
-
-def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
-    writer, sources = small_writer(), sources_of(tmp_path, chat_file(tmp_path))
-    settings = RegenerateSettings(length=120, new_tokens=12, prefix=(1, 2), batch_size=8)
-    records = records_in(run(tmp_path / "out", sources, writer, settings))
+    sources = sources_of(tmp_path, [{"messages": messages} for messages in conversations])
+    settings = RegenerateSettings(length=120, new_tokens=12, prefix=(1, 2))
+    out = run(tmp_path / "out", sources, settings)
+    records = records_in(out)
     assert len(records) == 4
     replies = finished = 0
+    chat = sources[0][1].chat
     for record in records:
         messages = [{name: value for name, value in m.items() if value is not None} for m in record["messages"]]
         assert messages[-1]["role"] == "assistant"
+        tokens = 0
         for at, message in enumerate(messages):
             if message["role"] != "assistant" or at == 0:
                 assert message["content"] in {"Hello.", "Try it.", *(m["content"] for m in CONVERSATION)}
                 continue
-            prompt = writer.tokenizer(writer.chat.render(messages[:at], prompt=True), return_tensors="pt")["input_ids"]
-            written = writer.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
-            assert message["content"] == writer.tokenizer.decode(written, skip_special_tokens=True)
-            replies += 1
-            ended = int(written[-1]) in writer.ends
-            finished += ended
+            prompt = TOKENIZER(chat.render(messages[:at], prompt=True), return_tensors="pt")["input_ids"]
+            written = MODEL.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+            assert message["content"] == TOKENIZER.decode(written, skip_special_tokens=True)
+            ended = int(written[-1]) in ENDS
+            replies, finished, tokens = replies + 1, finished + ended, tokens + len(written)
             assert ended or at == len(messages) - 1
+        assert record["new_tokens"] == tokens
     assert replies > len(records)  # some had a second turn
     assert 0 < finished < replies
-
-    rows, _ = load_rows(
-        DataArguments([str(tmp_path / "out")], max_length=120, cache_dir=str(tmp_path / "cache")), writer.tokenizer, 3
-    )
-    assert len(rows) > 0
+    arguments = DataArguments([str(out)], max_length=120, cache_dir=str(tmp_path / "cache"))
+    assert len(load_rows(arguments, TOKENIZER, 3)[0]) > 0
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    for name in ("NO_PROXY", "no_proxy"):
-        monkeypatch.setenv(name, "127.0.0.1")
-    with serving(small_writer()) as server:
-        yield server
-
-
-def test_a_server_writes_what_the_model_behind_it_writes(tmp_path: Path, server: Any) -> None:
-    greedy = (Sampling(0.5), Sampling(0.5, repetition_penalty=1.2))
-    texts = sources_of(tmp_path, text_file(tmp_path), chat_file(tmp_path))
-    settings = RegenerateSettings(length=120, new_tokens=10, prefix=(4, 9), mixture=greedy, batch_size=4, seed=1)
-    local = run(tmp_path / "local", texts, server.writer, settings)
-    url = f"http://127.0.0.1:{server.server_port}"
-    writer = ServerWriter(url, "small", server.writer.tokenizer, enable_thinking=False, requests=4, pause=0.01)
-    server.faults = [503, "drop", 429]
-    told: list[int] = []
-    writer.tell = told.append
-    remote = run(tmp_path / "remote", texts, writer, settings)
-    assert sum(told) == new_tokens([record for record in records_in(remote) if "input_ids" in record])
-    assert records_in(remote) == records_in(local)
-    assert {body["model"] for body in server.seen} == {"small"}
-    assert {body.get("repetition_penalty") for body in server.seen} == {None, 1.2}
-    chats = [body for body in server.seen if "messages" in body]
-    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in chats)
-    assert len({body["seed"] for body in server.seen}) > len(server.seen) / 2
-
-
-@pytest.mark.parametrize("replies", [0, 1])
-def test_a_call_of_a_tool_is_no_reply(tmp_path: Path, server: Any, replies: int) -> None:
-    messages = [message for message in CONVERSATION if message["role"] != "system"]
-    source = write_json_lines(tmp_path / "chat.jsonl", [{"messages": messages}])
-    calls = {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    answers = [*[("stop", {"content": "Yes."})] * replies, ("tool_calls", calls)]
-    choices = [{"message": {"role": "assistant", **said}, "finish_reason": reason} for reason, said in answers]
-    server.faults = [json.dumps({"choices": [choice]}).encode() for choice in choices]
-    writer = ServerWriter(f"http://127.0.0.1:{server.server_port}", "small", server.writer.tokenizer)
-    settings = RegenerateSettings(length=120, new_tokens=12, prefix=(1, 2), batch_size=4)
-    records = records_in(run(tmp_path / "out", sources_of(tmp_path, source), writer, settings))
-    assert [record["messages"][-1]["content"] for record in records] == ["Yes."] * replies
-    assert server.faults == []
-
-
-def test_a_server_that_does_not_answer(server: Any) -> None:
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    ask: Any = {"prompts": [[5, 6]], "new_tokens": 2, "sampling": Sampling(), "seed": 0}
-    writer = ServerWriter(url, "small", server.writer.tokenizer, tries=3, pause=0.01)
-    server.faults = [503, 503, 503]
-    with pytest.raises(ConnectionError, match=r"did not answer in 3 tries .*give the same command again"):
-        writer.continue_texts(**ask)
-    server.faults = [404]
-    with pytest.raises(ValueError, match=r"refuses a request to http://127.*: 404"):
-        writer.continue_texts(**ask)
-    server.faults = [b"no JSON", b'{"choices": []}']
-    for address in (url, url, url.replace("/v1", "/other")):
-        writer.url = address
-        with pytest.raises(ValueError, match=r"does not answer as an OpenAI-style server does; fix the URL\."):
-            writer.continue_texts(**ask)
-    with pytest.raises(ValueError, match="The server's URL is 'localhost:8000'; give one such as http"):
-        ServerWriter("localhost:8000", "small", writer.tokenizer)
-
-
-RESPONSE = {
-    "start_anchor": "<assistant>\n",
-    "defaults": {"role": "assistant"},
-    "fields": {"thinking": {"open": "<|thought|>", "close": "<|said|>"}, "content": {"close": "<|endoftext|>"}},
-}
-
-
-def test_parts_of_a_reply_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = small_writer()
-    tokenizer = writer.tokenizer
+def test_parts_of_a_reply_are_told_apart() -> None:
+    tokenizer = chat_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|thought|>", "<|said|>"]})
-    writer.chat = ChatFormat(tokenizer, PLAIN, None)
+    prompt = tokenizer.apply_chat_template(CONVERSATION[:2], chat_template=PLAIN, add_generation_prompt=True)
     text = "<|thought|>add them<|said|>def add(a, b):\n    return a + b"
-    written = [*tokenizer(text, add_special_tokens=False)["input_ids"], min(writer.ends)]
-
-    def reply() -> Any:
-        return writer.reply([(CONVERSATION[:2], None)], 12, Sampling(), 0)[0]
-
-    monkeypatch.setattr(writer, "continue_texts", lambda *_: [written])
+    written = [*tokenizer(text, add_special_tokens=False)["input_ids"], min(ENDS)]
     with pytest.raises(ValueError, match=r"special token .<\|thought\|>.*response_template.*\.$"):
-        reply()
+        as_message(tokenizer, ENDS, prompt["input_ids"], written)
+    thinking, content = {"open": "<|thought|>", "close": "<|said|>"}, {"close": tokenizer.decode(written[-1:])}
     tokenizer.response_template = {
-        **RESPONSE,
-        "fields": {**RESPONSE["fields"], "content": {"close": tokenizer.decode(written[-1:])}},  # type: ignore[dict-item]
+        "start_anchor": "<assistant>\n",
+        "defaults": {"role": "assistant"},
+        "fields": {"thinking": thinking, "content": content},
     }
-    message, finished = reply()
+    message = as_message(tokenizer, ENDS, prompt["input_ids"], written)
     assert message == {"role": "assistant", "thinking": "add them", "content": "def add(a, b):\n    return a + b"}
-    assert finished
 
 
-def test_a_mixture_keeps_its_shares_and_short_conversations_have_no_start(tmp_path: Path) -> None:
-    rows = [{"messages": [{"role": "user", "content": "x " * (n % 50)}]} for n in range(640)]
-    source = write_json_lines(tmp_path / "many.jsonl", rows)
-    batches = list(plan(sources_of(tmp_path, source), RegenerateSettings(batch_size=4)))
-    assert [batch.number for batch in batches] == list(range(160))
-    assert sorted(number for batch in batches for number, _ in batch.rows) == list(range(640))
-    sizes = [[len(messages[0]["content"]) for _, (messages, _) in batch.rows] for batch in batches]
-    assert all(max(size) - min(size) <= 20 for size in sizes)
-    assert sum(map(sum, sizes[:16])) > 0.3 * sum(map(sum, sizes[:16][:8])) > 0
-
-
-def test_ways_are_drawn_for_every_row(tmp_path: Path) -> None:
-    """Rows draw ways by their shares, whichever batch they are in; a batch has one way, and all but few are full."""
-    source = write_json_lines(tmp_path / "many.jsonl", [{"text": f"x = {n}"} for n in range(640)])
-    settings = RegenerateSettings(batch_size=4, mixture=MIXTURE)
-    batches = list(plan(sources_of(tmp_path, source), settings))
-    assert sorted(number for batch in batches for number, _ in batch.rows) == list(range(640))
-    ways = {number: batch.way for batch in batches for number, _ in batch.rows}
-    counts = [sum(way == one for way in ways.values()) for one in range(3)]
-    assert all(abs(count / 640 - way.share) < 0.06 for count, way in zip(counts, MIXTURE, strict=True))
-    assert sum(ways[n] == ways[n + 1] for n in range(639)) < 0.5 * 639  # neighbours in the data draw on their own
-    assert len(batches) < 1.3 * 640 / 4
-    again = list(plan(sources_of(tmp_path, source), settings))
-    assert [(batch.rows, batch.way) for batch in again] == [(batch.rows, batch.way) for batch in batches]
+def test_ways_are_drawn_by_their_shares(tmp_path: Path) -> None:
+    sources = sources_of(tmp_path, [{"text": f"x = {n}"} for n in range(300)])
+    settings = RegenerateSettings(length=24, new_tokens=1, prefix=(1, 2), mixture=MIXTURE)
+    ways = [record["sampling"] for record in records_in(run(tmp_path / "out", sources, settings, seats=16))]
+    counts = Counter(ways)
+    assert all(abs(counts[at] / 300 - way.share) < 0.08 for at, way in enumerate(MIXTURE))
+    assert sum(one == other for one, other in pairwise(ways)) < 0.5 * 300
 
 
 def test_sampling_reads_and_refuses() -> None:
@@ -348,39 +243,37 @@ def test_sampling_reads_and_refuses() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             Sampling.parse(text)
-    for wrong in ({"prefix": (0, 5)}, {"prefix": (9, 5)}, {"prefix": (5, 2048)}, {"batch_size": 0}):
+    for wrong in ({"prefix": (0, 5)}, {"prefix": (9, 5)}, {"prefix": (5, 2048)}, {"new_tokens": 0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             RegenerateSettings(**wrong)  # type: ignore[arg-type]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = text_file(tmp_path)
-    words = ["regenerate", source, "--cache-dir", str(tmp_path / "cache"), "--output", str(tmp_path / "out")]
-    words += ["--length", "16", "--prefix", "4", "8", "--batch-size", "4"]
+    source, out = write_json_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS]), tmp_path / "out"
+    words = ["regenerate", source, "--cache-dir", str(tmp_path / "cache"), "--output", str(out)]
+    words += ["--length", "16", "--prefix", "4", "8", "--batch-size", "4", "--rows", "4"]
     way = ["--mixture", "0.5 temperature=1", "0.5"]
-    assert main([*words, *way, "--rows", "3"]) == 0
-    shown = capsys.readouterr().err
-    assert re.search(r"process 0: batch 0; now 4 rows, [\d.]+ a second; \d+ tokens, [\d.]+ a second", shown)
-    counter = Tokens(rank=1, every=0.0)
-    counter.add(1200)
-    assert re.search(r"process 1: 1,200 tokens, [\d,.]+ a second", capsys.readouterr().err)
-    assert main([*words, *way, "--rows", "3"]) == 0
-    assert len(records_in(tmp_path / "out")) == 4
-    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
-    assert settings["settings"]["target"] == "packaged target"
-    assert settings["settings"]["mixture"][0]["temperature"] == 1.0
+    for shard in ("1/2", "2/2", "2/2"):
+        assert main([*words, *way, "--shard", shard]) == 0
+        shown = capsys.readouterr().err
+        if len(records_in(out)) < 4:
+            assert re.search(r"shard 1 of 2: 1 rows, \d+ tokens, [\d.]+ a second", shown)
+    assert "shard 2 of 2: all 0 rows that were left are in" in shown
+    assert [record["row"] for record in records_in(out)] == [0, 1, 2, 3]
+    settings = json.loads((out / "settings.json").read_text())["settings"]
+    assert (settings["target"], settings["mixture"][0]["temperature"]) == ("packaged target", 1.0)
     for wrong, said in (
-        (["--temperature", "1"], "mixture differs"),
+        ([*way], "shards differs"),
+        (["--shard", "1/2", "--temperature", "1"], "mixture differs"),
         (["--mixture", "1 top_p=0.5"], "give a temperature too"),
-        ([*way, "--attn-implementation", "eager"], "attn_implementation differs"),
-        (["--server", "http://127.0.0.1:1", "--head", "x"], "leave out --head"),
-        (["--server", "http://127.0.0.1:1", "--quantization", '{"load_in_4bit": true}'], "leave out --quantization"),
-        (["--server", "http://127.0.0.1:1", "--chat-template", "x"], "leave out --chat-template"),
-        (["--model", "x"], "give --server"),
+        ([*way, "--shard", "1/2", "--attn-implementation", "eager"], "attn_implementation differs"),
         (["--target", "./missing"], "There is no folder './missing'"),
         (["--text-field", "body"], "has no field 'body', only 'text'"),
         (["--length", "8"], "prefix is 4 to 8 tokens, of rows of length 8; give two numbers from 1 to 7, the smaller"),
     ):
         assert main([*words, *wrong]) == 2
         assert said in capsys.readouterr().err
-    assert len(records_in(tmp_path / "out")) == 4
+    for wrong_shard in ("3/2", "0/2", "1", "x/2"):
+        with pytest.raises(SystemExit):
+            main([*words, "--shard", wrong_shard])
+    assert len(records_in(out)) == 4

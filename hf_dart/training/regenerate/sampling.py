@@ -1,13 +1,11 @@
-"""Options of sampling new text, for `generate` and for a server."""
+"""Options of sampling new text."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from hf_dart.errors import LEAST_TEMPERATURE, check_fields, refuse_unknown
-
-_OF_SOME_SERVERS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # what not every server knows: neutral values
 
 
 @dataclass(frozen=True)
@@ -15,7 +13,7 @@ class Sampling:
     """Options with which a target continues a text.
 
     Args:
-        share: of the batches, relative to the others of a mixture.
+        share: of the rows, relative to the others of a mixture.
         temperature: 0 is greedy.
         top_p, top_k, min_p: which tokens can be drawn; 1, 0 and 0 allow all.
         repetition_penalty: 1 is none.
@@ -63,13 +61,4 @@ class Sampling:
         options: dict[str, Any] = {"do_sample": self.temperature > 0, "repetition_penalty": self.repetition_penalty}
         if self.temperature:
             options |= {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
-        return options
-
-    def for_server(self) -> dict[str, Any]:
-        """Fields of an OpenAI-style request; of those that not every server knows, only what is not neutral.
-
-        A server must then not fill them in from the model's own: `vllm serve --generation-config vllm`.
-        """
-        options = {name: value for name, value in asdict(self).items() if value != _OF_SOME_SERVERS.get(name)}
-        del options["share"]
         return options
