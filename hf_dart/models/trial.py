@@ -38,7 +38,7 @@ from hf_dart.models.devices import (
     set_generator_state,
 )
 from hf_dart.models.identity import as_before, identity
-from hf_dart.models.packed_weights import pack
+from hf_dart.models.packed_weights import pack, packed_weights
 from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
@@ -49,15 +49,15 @@ from hf_dart.models.verify import MaskKind, Verifier, layer_windows, mask_kinds
 from hf_dart.trees.tree import DraftTree
 
 _PROMPT = 12
-# A tree with siblings on every level and a path of depth 3: node 0 is the root.
-TRIAL_TREE = [-1, 0, 0, 1, 1, 2, 3, 5]
-# Two paths, of one of which slots and depths are far apart. The first row commits one, the second the other.
-_PATHS = [[0, 2, 5, 7], [0, 1, 4]]
-# From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
-# after, every node is past it.
-_AROUND = (-3, 5)
+# A tree with siblings on every level: node 0 is the root.
+TRIAL_TREE = [-1, 0, 0, 2, 2, 4]
+# The paths that rows commit, whose slots and depths are apart: that of the first row, and that of the second.
+_PATHS = [[0, 2, 4, 5], [0, 2, 3]]
+# From three tokens before a mark the tree reaches across it, but only by its slots, its deepest node and what comes
+# after; from five after, every node is past it.
+_BEFORE, _AFTER = -3, 5
 _EQUAL = 8  # rows whose logits tell how a batch rounds
-_LONG = 3.0  # seconds that a trial may take in silence
+_LONG = 2.0  # seconds that a trial may take in silence
 # Larger windows are tried only by a call that needs as much memory itself.
 _AT_ATTACH = 8191
 # Entries at the edge of a window are scaled up by at most this factor.
@@ -75,7 +75,7 @@ _WORDS = {
 }
 
 _Case = tuple[Any, ...]
-# Per model and identity, the number of slots up to which it passed in this process.
+# Per model and identity, the number of slots up to which it passed in this process; and by which weights it did.
 _passed: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
 
 _LOGGER = logging.getLogger(__name__)
@@ -127,9 +127,9 @@ def check_verification(
 ) -> None:
     """Check that tree verification is right for a model: once per what it consists of (`identity`).
 
-    Runs an 8-node tree, commits one path, runs one more token, and compares all logits with stock's own steps over
-    the same tokens, from the same cache. What those differ by in a batch of equal rows sets the tolerance, and has to
-    be rounding. The global generators are not moved.
+    Runs a small tree, commits one path, runs one more token, and compares the logits with stock's own steps over that
+    path, from the same cache. Where they differ by more than rounding does, so may stock's own in a batch of equal
+    rows, within limits. The global generators are not moved.
 
     Args:
         model: the target.
@@ -143,34 +143,39 @@ def check_verification(
         ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
     refuse_target(model)
-    pack(model)
+    if text is not None:  # a second copy of the weights is made for calls
+        pack(model)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _UNPADDED
-    case = (*identity(model), pads)
+    case, weights = (*identity(model), pads), type(packed_weights(model))
     passed = _passed.setdefault(model, {})
     table = position_limit(model) + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
-    if not highest(model, slots > passed.get(case, 0))[0]:  # a hook may be in one process alone; then all run the trial
+    new, further = (case, weights) not in passed, slots > passed.get(case, 0)
+    if not highest(model, new or further)[0]:  # a hook may be in one process alone; then all run the trial
         return
     started = perf_counter()
-    with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
-        ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
-        StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # the first forward of all may unpack weights
-    with as_before(model):
+    with as_before(model):  # by itself: the first forward of all may unpack weights
         trial = _Trial(model, pads)
+    with as_before(model):
         longest = max(table, text or 0) - len(TRIAL_TREE)
-        marked = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
+        near = [mark for mark in trial.marks if mark <= slots and further]
+        # What stock's own layers drop behind a window is no matter of this target.
+        beyond = [mark + _AFTER for mark in near if mark not in trial.windows]
+        marked = {min(length, longest) for length in [*beyond, *(mark + _BEFORE for mark in near)]}
         lengths = sorted({_PROMPT} | {length for length in marked if length > _PADDED[1]})
-        seconds = (perf_counter() - started) * len(lengths) * 2  # about twice as many forwards for each
+        seconds = (perf_counter() - started) * len(lengths) * 4  # seven forwards each, of fewer tokens
         if seconds > _LONG:
-            _LOGGER.info(
+            _LOGGER.warning(
                 f"hf_dart: trying token trees on {type(model).__name__}, once per process and kind of batch, after "
                 f"texts of {', '.join(map(str, lengths))} tokens: about {seconds:.0f} s"
             )
         for length in lengths:
             trial.run(length)
     # A mark at the end of the position table is tried again by a call that goes further.
-    ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
-    passed[*identity(model), pads] = max(slots, min(ahead, default=sys.maxsize))  # of unpacked weights
+    ahead = [mark - 1 for mark in trial.marks if mark + _AFTER > min(slots, longest)]
+    case = (*identity(model), pads)  # of unpacked weights
+    passed[case] = max(passed.get(case, 0), slots, min(ahead, default=sys.maxsize))
+    passed[case, weights] = 0
 
 
 class _Trial:
@@ -180,8 +185,6 @@ class _Trial:
         pads: left padding of each row.
 
     Attributes:
-        noise: what logits of stock's steps differ by in a batch of equal rows, or where the target attends as trees
-            are verified (`tolerance.difference`).
         short: a stock cache that holds 12 random tokens per row.
         marks: lengths beyond which the target may compute otherwise: windows, chunks, steps of attention scales.
             Those of the cache's layers and all that the config names, as some models slide without telling the
@@ -214,7 +217,11 @@ class _Trial:
         held = (held_by(layer)[1].dtype for layer in attention_layers(short))
         self._dtype = coarsest(self._outputs.logits, rounding_of(model), *held)
         self._attention = TreeAttention(model)
-        self.noise = self._measured_noise()
+
+    @cached_property
+    def windows(self) -> list[int | None]:
+        """Those of the cache's layers."""
+        return [window_of(layer) for layer in self.short.layers]
 
     @cached_property
     def marks(self) -> set[int]:
@@ -225,15 +232,17 @@ class _Trial:
             if any(part in name for part in ("window", "chunk", "floor_scale"))
             and not any(part in name for part in ("layers", "pattern"))  # numbers of layers, such as Qwen3's 28
         ]
-        windows = [window_of(layer) for layer in self.short.layers]
-        numbers = (value for value in [*named, *windows] if isinstance(value, (int, float)) and value is not True)
+        numbers = (value for value in [*named, *self.windows] if isinstance(value, (int, float)) and value is not True)
         return {int(value) for value in numbers if value > 0}
 
     def run(self, length: int) -> None:
         """Raise if trees after `length` tokens are not what stock's steps are in any of some texts."""
-        allowed = allowance(self._dtype, self.noise)
+        allowed = allowance(self._dtype)
         for tokens in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
             (error,) = highest(self._model, self._tree_against_steps(length, tokens))
+            if error <= allowed:
+                return
+            allowed = allowance(self._dtype, self.noise)
             if error <= allowed:
                 return
         trees, instead = self._refusal
@@ -244,28 +253,25 @@ class _Trial:
         )
 
     def _tree_against_steps(self, length: int, tokens: Tensor) -> float:
-        """Return the largest difference of a logit between trees and stock's steps over two of their paths.
+        """Return the largest difference of a logit between trees and stock's steps, of the path that each row commits.
 
         Args:
-            tokens: [B, 9], of which 8 are nodes, one comes after.
+            tokens: [B, 7], of which 6 are nodes, one comes after.
         """
-        last, longest = len(TRIAL_TREE), len(_PATHS[0]) + 1
-        rows = self._each(len(_PATHS))
-        texts = torch.tensor([path + [last] * (longest - len(path)) for path in _PATHS]).repeat(len(tokens), 1)
+        paths = [[*path, len(TRIAL_TREE)] for path in _PATHS[: len(tokens)]]
+        rows, texts = range(len(paths)), [path + path[-1:] * (len(paths[0]) - len(path)) for path in paths]
         with _explained(self._model, self._text):
-            steps = self._steps(length, rows)
+            steps = self._steps(length, [*rows])
             wanted = steps(tokens[torch.tensor(rows)[:, None], texts])
-        shift = None if steps.shift is None else steps.shift[..., :: len(_PATHS)]
         with _explained(self._model, self._tree):
-            found = self._trees(length, tokens, shift)
-        nodes = [path + [last] * (path == _PATHS[row]) for row in range(len(tokens)) for path in _PATHS]
-        ours = torch.cat([found[row, those] for row, those in zip(rows, nodes, strict=True)])
-        return difference(ours, torch.cat([one[: len(those)] for one, those in zip(wanted, nodes, strict=True)]))
+            found = self._trees(length, tokens, steps.shift)
+        ours = torch.cat([found[row, path] for row, path in zip(rows, paths, strict=True)])
+        return difference(ours, torch.cat([wanted[row, : len(path)] for row, path in zip(rows, paths, strict=True)]))
 
     def _trees(self, length: int, tokens: Tensor, shift: Tensor | None) -> Tensor:
-        """Logits [B, 9, V] of trees, and of a token after the paths that they commit."""
+        """Logits [B, 7, V] of trees, and of a token after the paths that they commit."""
         nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
-        prefix, room = self._prefix(length, self._each(1)), length + 2 * len(TRIAL_TREE)
+        prefix, room = self._prefix(length, [*range(len(tokens))]), length + 2 * len(TRIAL_TREE)
         windows = layer_windows(self._model, prefix)
         trees = TargetCache(prefix, self._pads, room, keep=False, windows=windows)
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
@@ -277,10 +283,6 @@ class _Trial:
         return torch.cat([logits, verify(DraftTree.chain(after))[0]], dim=1)
 
     # ---- stock's steps ------------------------------------------------------------------------------------
-
-    def _each(self, times: int) -> list[int]:
-        """Numbers of the rows, each so many times in a row."""
-        return [row for row in range(len(self._pads)) for _ in range(times)]
 
     def _steps(self, length: int, rows: list[int]) -> StockSteps:
         """Stock's loop after a prefix, in a batch of these of the rows."""
@@ -316,18 +318,19 @@ class _Trial:
 
     # ---- what stock's own steps differ by -----------------------------------------------------------------
 
-    def _measured_noise(self) -> float:
-        """Return the `noise` of the model.
+    @cached_property
+    def noise(self) -> float:
+        """Difference of logits of stock's steps in a batch of equal rows, or where the target attends as trees do.
 
         Raises:
             ValueError: it is no rounding.
         """
-        times = _EQUAL // len(self._pads)
+        rows, times = [*range(len(self._pads))], _EQUAL // len(self._pads)
         with _explained(self._model, self._text):
-            one, many = (self._first_step(self._each(count)) for count in (1, times))
+            one, many = self._first_step(rows), self._first_step(rows * times)
         lowered = one.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
         dtype = coarsest(self._dtype, torch.float16) if lowered else self._dtype  # as coarse as TF32
-        (noise,) = highest(self._model, difference(many, one.repeat_interleave(times, dim=0)))
+        (noise,) = highest(self._model, difference(many, one.repeat(times, 1, 1)))
         if not noise <= allowance(dtype):
             raise _RefusalError(
                 f"{type(self._model).__name__} computes other logits when several rows are fed at once (they differ by "
@@ -337,7 +340,7 @@ class _Trial:
             return noise
         own, name = self._attention.own, self._attention.name
         with _explained(self._model, f"with attention {name!r}"), self._attention.packed():
-            trees = self._first_step(self._each(1))
+            trees = self._first_step(rows)
         (change,) = highest(self._model, difference(trees, one))
         if not change <= allowance(dtype):
             raise _RefusalError(

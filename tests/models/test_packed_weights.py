@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support import tiny
 from support.cases import MODES, batch
 from support.compare import assert_identical_up_to_near_ties, tally
 from support.families import needs_running_states
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from hf_dart import attach, detach
 from hf_dart.models import packed_weights as packing
 from hf_dart.models.packed_weights import PackedWeights, pack, packed_weights
+from hf_dart.models.trial import forget
 
 
 @pytest.fixture(autouse=True)
@@ -72,16 +72,18 @@ def test_drafted_text_is_stocks(family: str, mode: str) -> None:
     assert packing._known[target].ready
 
 
-def test_trees_read_copies_and_stock_does_not(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wrong copies are found by the trial."""
-    monkeypatch.setattr(tiny, "passed_trials", lambda built_from: {})
-    head, options = tiny_head(target), {**batch(3, "sdpa"), **MODES["greedy"], "max_new_tokens": 24}
-    stock = target.generate(**options)
-    attach(target)
+def test_trees_read_copies_and_stock_does_not(target: Any) -> None:
+    """Wrong copies are found by the trial, which the first call with copies repeats."""
+    forget(target)
+    head, options = tiny_head(attach(target)), {**MODES["greedy"], "max_new_tokens": 24}
+    assert target not in packing._known, "attaching makes no copies"
+    stock = target.generate(**batch(3, "sdpa"), **options)
+    pack(target)
     spoil(target)
-    assert torch.equal(target.generate(**options), stock)
-    with pytest.raises(ValueError, match="computes something else for trees of padded rows"):
-        target.generate(**options, assistant=head)
+    assert torch.equal(target.generate(**batch(3, "sdpa"), **options), stock)
+    for size, trees in ((1, "a token tree"), (3, "trees of padded rows")):
+        with pytest.raises(ValueError, match=f"computes something else for {trees}"):
+            target.generate(**batch(size, "sdpa"), **options, assistant=head)
 
 
 CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
@@ -149,7 +151,7 @@ def test_too_little_memory_is_said_once(target: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_what_frees_them(target: Any) -> None:
-    attach(target)
+    pack(attach(target))
     assert isinstance(packing._known[target], PackedWeights)
     detach(target)
     assert target not in packing._known
