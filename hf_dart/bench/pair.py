@@ -92,6 +92,12 @@ def target_of(head: str | None) -> str:
     raise UserError(f"The head {head!r} {told}; give --target, the model that it was made for.")
 
 
+def thinking_of(pair: Pair) -> dict[str, bool]:
+    """Return the flag of chat templates with which the head's conversations were framed; empty where it had none."""
+    thinking = getattr(getattr(pair.head, "config", None), "enable_thinking", None)
+    return {} if thinking is None else {"enable_thinking": thinking}
+
+
 def shown_name(path: str, part: str = "head") -> str:
     """Return the name of a target or head in reports: a folder's path says nothing on another machine; its name may."""
     if path == PACKAGED:

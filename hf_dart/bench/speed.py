@@ -182,6 +182,12 @@ def measure(
     return measurements
 
 
+def answer(pair: Pair, prompt: list[int], new_tokens: int) -> list[int]:
+    """Return the target's own greedy answer to a prompt, which the head drafts."""
+    options = {**MODES["greedy"], "max_new_tokens": new_tokens, "assistant": pair.head}
+    return run(pair.model, pad_left([prompt], pad_token(pair), pair.model.device), options).texts[0]
+
+
 def pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
     """`input_ids` and `attention_mask` [B, P] of prompts of different lengths."""
     longest = max(map(len, prompts))

@@ -1,88 +1,162 @@
-"""Prompts to measure on: cut from files, from suites, from rows of a data set."""
+"""Prompts to measure on: benchmarks by their names, packaged suites, rows of a data set, or cut from files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_dart.errors import UserError, as_user_error, check_text, read_text
+from hf_dart.errors import UserError, as_user_error, check_text, read_text, sentence
 
+Answer = Callable[[list[int]], list[int]]
+
+_LOGGER = logging.getLogger(__name__)
 _SMALLEST = 4000  # bytes; shorter files are mostly imports
 _FOLDER = Path(__file__).parent / "prompts"
 PACKAGED = ("code", "chat", "math", "summarisation")
 """Suites that come with the package."""
-_READ_AHEAD = 50  # rows looked at for each prompt that is wanted
-# Fields of rows that hold a conversation, a text to continue, or a user's question.
+NAMED = {
+    "gsm8k": "openai/gsm8k:main:test",
+    "humaneval": "openai/openai_humaneval::test",
+    "mbpp": "google-research-datasets/mbpp:full:test",
+    "math500": "HuggingFaceH4/MATH-500::test",
+    "mt-bench": "HuggingFaceH4/mt_bench_prompts::train",
+    "spec-bench": "",
+    "speed-bench": "nvidia/SPEED-Bench:qualitative:test",
+}
+"""Benchmarks by their names, and where the Hub has them."""
+_MOST_ROWS = 5000
+# Fields of rows: what a user says turn by turn, a conversation, a text to continue, a user's question.
+_TURNS = ("turns",)
 _CONVERSATIONS = ("messages", "conversations")
 _TEXTS = ("prompt", "text")
 _REQUESTS = ("question", "instruction", "problem", "article", "document")
+_PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench on the Hub, where a source may not be copied
 
 
-def open_suite(name: str, tokenizer: Any, count: int, most: int | None = None) -> list[list[int]]:
-    """Return the token ids of `count` prompts of a packaged suite, a .jsonl file, or anything that `datasets` reads.
+class _Broken(str):
+    """Sentence on a row that cannot be read, in its place."""
 
-    Rows hold `messages` or `conversations`, which the tokenizer's chat template frames up to the last answer; a
-    `prompt` or `text` to go on with; or what a user asks (`question`, `instruction`, `problem`, `article`,
-    `document`). Without a chat template, what the user says is the prompt.
+
+def open_suite(
+    name: str,
+    tokenizer: Any,
+    count: int,
+    most: int | None = None,
+    *,
+    least: int = 1,
+    answer: Answer | None = None,
+    **flags: Any,
+) -> dict[str, list[list[int]]]:
+    """Return the token ids of `count` prompts of each category of a suite; "" is that of rows that name none.
+
+    Rows hold `turns` of a user; `messages` or `conversations`, which the tokenizer's chat template frames up to the
+    last answer; a `prompt` or `text` to go on with; or what a user asks (`question`, `instruction`, `problem`,
+    `article`, `document`). Without a chat template, what was said is the prompt, with blank lines between. Rows that
+    cannot be used are left out, with a warning.
 
     Args:
-        name: one of `PACKAGED`, a path, or NAME[:CONFIG[:SPLIT]] of the Hub.
+        name: of `PACKAGED` or `NAMED`, NAME=FILE for one of those from a file or folder, a path, or
+            NAME[:CONFIG[:SPLIT]] of the Hub.
         most: tokens of a prompt; longer ones are passed over.
+        least: prompts of a category; those with fewer are left out where there are several.
+        answer: the model's own answer to a prompt, for the turns after it; None reads first turns alone.
+        flags: handed to the chat template, such as `enable_thinking`.
 
     Raises:
         UserError: there is no such suite, or it has too few prompts.
     """
-    prompts: list[list[int]] = []
-    for row in islice(_rows(name), _READ_AHEAD * count):
-        ids = _encode(row, tokenizer, name)
-        if ids and (most is None or len(ids) <= most):
-            prompts.append(ids)
-        if len(prompts) == count:
-            return prompts
-    limit = "" if most is None else f" of up to {most} tokens"
-    raise UserError(f"{name!r} has {len(prompts)} prompts{limit}, and --prompts asks for {count}; ask for fewer.")
+    found: dict[str, list[list[int]]] = {}
+    unusable: list[str] = []
+    for row in islice(_rows(name), _MOST_ROWS):
+        category = str((row.get("category") if isinstance(row, dict) else None) or "")
+        prompts = found.setdefault(category, [])
+        try:
+            if len(prompts) < count:
+                new = _prompts(row, name, tokenizer, answer, flags)
+                prompts += islice((ids for ids in new if ids and len(ids) <= (most or len(ids))), count - len(prompts))
+        except UserError as error:
+            unusable.append(str(error))
+        if list(found) == [""] and len(prompts) == count:
+            break
+    told = f"{len(unusable)} rows of {name!r} are left out; of the first: {unusable[0]}" if unusable else ""
+    if told:
+        _LOGGER.warning(told)
+    largest = max(map(len, found.values()), default=0)
+    enough = {category: prompts for category, prompts in found.items() if len(prompts) >= least}
+    if not enough or (len(found) == 1 and largest < count):
+        limit = "" if most is None else f" of up to {most} tokens"
+        raise UserError(f"{name!r} has {largest} prompts{limit}, and --prompts asks for {count}; ask for fewer. {told}")
+    return enough
 
 
 def _rows(name: str) -> Iterator[Any]:
-    file = _FOLDER / f"{name}.jsonl" if name in PACKAGED else Path(name)
+    named, _, place = name.partition("=")
+    place = (place or NAMED[named]) if named in NAMED else name
+    if not place:
+        raise UserError(f"The Hub has no {named}; name its file, as --suite {named}=question.jsonl.")
+    file = _FOLDER / f"{name}.jsonl" if name in PACKAGED else Path(place)
     if file.suffix == ".jsonl":
         for number, line in enumerate(read_text(file, "the suite ").splitlines(), start=1):
-            if line.strip():
-                with as_user_error(ValueError, RecursionError, about=f"Line {number} of {str(file)!r} is not JSON"):
+            try:
+                if line.strip():
                     yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                yield _Broken(f"Line {number} is not JSON ({sentence(error)}); fix it.")
         return
     from hf_dart.training.data.documents import open_source
 
     with as_user_error(about=f"Cannot read the suite {name!r}"):
-        yield from open_source([name], split="test", streaming=True).documents
+        yield from open_source([place], split="test", streaming=True).documents
 
 
-def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
-    """Token ids of one row; none if it asks nothing."""
-    known = (*_CONVERSATIONS, *_TEXTS, *_REQUESTS)
+def _prompts(row: Any, name: str, tokenizer: Any, answer: Answer | None, flags: dict[str, Any]) -> Iterator[list[int]]:
+    """Yield the token ids of the prompts of one row: one for each turn."""
+    known = (*_CONVERSATIONS, *_TURNS, *_TEXTS, *_REQUESTS)
     field = next((one for one in known if isinstance(row, dict) and row.get(one) is not None), None)
     if field is None:
-        raise UserError(f"A row of {name!r} has none of the fields {', '.join(known)}; name one of them so.")
-    text, framed = row[field], False
-    if field not in _TEXTS:
-        from hf_dart.training.data.chat import apply_template, as_messages
+        has_none = f"It has none of the fields {', '.join(known)}; name one of them so."
+        raise UserError(row if isinstance(row, _Broken) else has_none)
+    said, whole = row[field], field in _CONVERSATIONS
+    asks = name.partition("=")[0] in NAMED.keys() - {"humaneval"}  # MBPP asks for what is in `text`
+    if field in _TEXTS and isinstance(said, str) and not asks:
+        yield tokenizer(check_text(said, "Its text"))["input_ids"]
+        return
+    from hf_dart.training.data.chat import Message, as_messages
 
-        with as_user_error(about=f"A conversation of {name!r} cannot be read"):
-            messages = as_messages(text if field in _CONVERSATIONS else [{"role": "user", "content": text}])
-            while messages and messages[-1]["role"] != "user":
-                messages.pop()
-            if not messages:
-                return []
-            text, framed = messages[-1].get("content"), bool(tokenizer.chat_template)
-            if framed:
-                text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
-    if not isinstance(text, str):
-        raise UserError(f"The field {field!r} of {name!r} holds no text; fix it.")
-    return tokenizer(check_text(text, f"A row of {name!r}"), add_special_tokens=not framed)["input_ids"]
+    messages: list[Message] = []
+    ids: list[int] = []
+    for turn in said if isinstance(said, list) and not whole else [said]:
+        if messages:
+            if answer is None:
+                return
+            messages.append({"role": "assistant", "content": tokenizer.decode(answer(ids), skip_special_tokens=True)})
+        with as_user_error(about="It cannot be read"):
+            messages += as_messages(turn if whole else [{"role": "user", "content": turn}])
+            ids = _encode(messages, tokenizer, flags)
+        yield ids
+
+
+def _encode(messages: list[dict[str, Any]], tokenizer: Any, flags: dict[str, Any]) -> list[int]:
+    """Token ids of a conversation up to the next answer; none if it asks nothing."""
+    from hf_dart.training.data.chat import apply_template
+
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    texts: list[Any] = [message.get("content") for message in messages]
+    if not all(isinstance(text, str) for text in texts):
+        raise ValueError("A message holds no text; fix it.")
+    if any(_PLACEHOLDER in text for text in texts):
+        raise ValueError("The Hub has a placeholder there; make the data as its card says and name the folder.")
+    framed = bool(tokenizer.chat_template and messages)
+    text = "\n\n".join(texts)
+    if framed:
+        text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **flags)
+    return tokenizer(check_text(text, "It"), add_special_tokens=not framed)["input_ids"] if messages else []
 
 
 def texts(files: list[Path] | None = None) -> tuple[str, list[Path]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench.pair import load_head, target_of
+from hf_dart.bench.pair import Pair, load_head, target_of, thinking_of
 from hf_dart.cli import common
 from hf_dart.errors import as_user_error
 
@@ -24,9 +24,13 @@ def add(commands: Any) -> None:
     texts = parser.add_mutually_exclusive_group()
     common.text_option(texts)
     texts.add_argument(
-        "--suite", nargs="+", metavar="SUITE", help="code, chat, math, summarisation, a .jsonl file, or a data set"
+        "--suite",
+        nargs="+",
+        metavar="SUITE",
+        help="gsm8k, humaneval, mbpp, math500, mt-bench, spec-bench or speed-bench (NAME=FILE: from a file or folder); "
+        "code, chat, math or summarisation, which are packaged; a .jsonl file, or a data set",
     )
-    parser.add_argument("--prompts", type=common.positive, help="prompts of each suite (default: 8)")
+    parser.add_argument("--prompts", type=common.positive, help="prompts of each suite and category (default: 8)")
     parser.add_argument(
         "--prompt-tokens",
         type=common.positive,
@@ -41,9 +45,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--rivals",
         type=_of(_METHODS),
-        default=("lookup", "tree"),
         metavar="METHODS",
-        help=f"of {','.join(_METHODS)}, or all (default: lookup,tree)",
+        help=f"of {','.join(_METHODS)}, or all (default: lookup,tree; suites: copies, too)",
     )
     parser.add_argument("--assistant-model", metavar="PATH", help="also stock's assisted decoding with this small LM")
     parser.add_argument(
@@ -52,7 +55,21 @@ def add(commands: Any) -> None:
     common.json_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
-    _add_serve(parser.add_subparsers(metavar="serve", help="servers side by side, with so many clients"))
+    more = parser.add_subparsers(metavar="serve | compare", help="servers with many clients; two benches in one table")
+    _add_serve(more)
+    compare = more.add_parser("compare", help="two benches side by side, from the files of --json")
+    compare.add_argument("files", type=Path, nargs=2, metavar="FILE", help="the earlier one, and the later one")
+    compare.set_defaults(command=_compare)
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from hf_dart.hub import tables
+    from hf_dart.hub.checkpoint import read_json
+
+    about = "Cannot compare " + " and ".join(map(str, arguments.files))
+    with as_user_error(*tables.UNREADABLE, about=about):
+        common.show(tables.compared(*map(read_json, arguments.files)))
+    return 0
 
 
 def _add_serve(commands: Any) -> None:
@@ -117,35 +134,47 @@ def _run(arguments: argparse.Namespace) -> int:
         with as_user_error(Exception, about=f"Cannot load the assistant model {path!r}"):  # as in load_target
             small = AutoModelForCausalLM.from_pretrained(path, dtype=pair.model.dtype).to(pair.model.device).eval()
     drafters = [load_head(path, pair.model, pair.tokenizer) for path in arguments.drafters]
-    methods = baselines.methods(pair, arguments.rivals, small, drafters)
+    rivals = arguments.rivals or ("lookup", *(["copies"] if arguments.suite else []), "tree")
+    methods = baselines.methods(pair, rivals, small, drafters)
     content = report.circumstances(pair, settings, "", ["hf-dart", *arguments.words])
-    content |= {"drafters": baselines.parameters(methods), "results": []}
+    content |= {"drafters": baselines.parameters(methods), "chat_template": thinking_of(pair), "results": []}
     identical = True
-    for text, prompts in _prompts(arguments, pair.tokenizer, settings.prompts):
+    for text, prompts in _prompts(arguments, pair, settings):
         case = {"text": text, "dtype": content["dtype"], "prompt_tokens": max(map(len, prompts))}
         common.say(", ".join([text, case["dtype"], f"prompts of up to {case['prompt_tokens']} tokens"]))
         measurements = speed.measure(pair, prompts, settings, methods, wanted, quiet=False)
         content["results"] += report.results(measurements, **case)
         identical &= all(one.identical for one in measurements if one.ours)
+        common.write_json(arguments.json, content)  # so that what was measured is not lost
     content["settings"]["prompt_tokens"] = max(one["prompt_tokens"] for one in content["results"])
     content["text"] = ", ".join(dict.fromkeys(one["text"] for one in content["results"]))
-    common.show(tables.as_table(content))
+    common.show(tables.as_table(content) + ("\n\n" + tables.by_category(content) if arguments.suite else ""))
     common.write_json(arguments.json, content)
     return 0 if identical else 1
 
 
-def _prompts(arguments: argparse.Namespace, tokenizer: Any, count: int) -> Iterator[tuple[str, list[list[int]]]]:
+def _prompts(arguments: argparse.Namespace, pair: Pair, settings: Any) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield the texts that are measured on, one after the other: the name of each, and its prompts."""
-    from hf_dart.bench import suites
+    from hf_dart.bench import speed, suites
 
     length = arguments.prompt_tokens
     if arguments.suite is None:
         text, files = suites.texts(arguments.text)
         length = length or (_SMOKE_TOKENS if arguments.smoke else _PROMPT_TOKENS)
-        yield text, suites.cut_prompts(tokenizer, files, count, length)
+        yield text, suites.cut_prompts(pair.tokenizer, files, settings.prompts, length)
     for name in arguments.suite or ():
-        called = Path(name).name if Path(name).exists() else name
-        yield called, suites.open_suite(name, tokenizer, count, length)
+        called = Path(name).name if Path(name).exists() else name.partition("=")[0]
+        found = suites.open_suite(
+            name,
+            pair.tokenizer,
+            settings.prompts,
+            length,
+            least=max(settings.batches),
+            answer=lambda ids: speed.answer(pair, ids, settings.new_tokens),
+            **thinking_of(pair),
+        )
+        for category, prompts in found.items():
+            yield f"{called}: {category}" if category else called, prompts
 
 
 def _of(choices: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:

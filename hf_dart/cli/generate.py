@@ -7,6 +7,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from hf_dart.bench.pair import thinking_of
 from hf_dart.cli import common
 from hf_dart.errors import UserError, as_user_error, check_text
 
@@ -112,12 +113,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[s
 
 def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
     """`prompt` as a user's message, up to where the assistant begins to write."""
-    from hf_dart.drafters.trained import TrainedDrafter
-
-    if thinking is None and isinstance(pair.head, TrainedDrafter):
-        thinking = pair.head.config.enable_thinking
     turn = [{"role": "user", "content": prompt}]
-    flags = {} if thinking is None else {"enable_thinking": thinking}
+    flags = thinking_of(pair) if thinking is None else {"enable_thinking": thinking}
     about = "Leave --chat out; the target's chat template does not take this prompt"
     with as_user_error(Exception, about=about):  # a template is a program
         return pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)

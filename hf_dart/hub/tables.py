@@ -82,6 +82,47 @@ def as_table(report: dict[str, Any], phases: bool = True) -> str:
     return "\n".join(lines)
 
 
+def by_category(report: dict[str, Any]) -> str:
+    """Markdown table of a drafter of ours on each text: acceptance by depth, and ratios to the other ways to be faster.
+
+    The acceptance length has the bonus token; a depth's acceptance is the share of rounds that accepted so far.
+    """
+    rivals = {"stock prompt lookup": "x prompt lookup", f"{OURS}, copies alone": "x copies"}
+    cases = {(one["text"], one["batch"], one["mode"], one["method"]): one for one in report["results"]}
+    rows = []
+    for (*case, method), one in cases.items():
+        if method != OURS or "tau" not in one:
+            continue
+        depths = [count / one["row_rounds"] for count in one["accepted_per_depth"]]
+        ratios = [one["ratio"]["median"], *(_over(one, cases.get((*case, rival))) for rival in rivals)]
+        rows.append([
+            *map(str, case), f"{one['tau']:.2f}", " ".join(f"{share:.2f}" for share in depths[:8]),
+            *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios), f"{one['repeated_4grams']:.0%}",
+        ])  # fmt: skip
+    names = ["text", "batch", "mode", "acceptance length", "by depth", "x stock", *rivals.values(), "repeated 4-grams"]
+    return "\n".join(markdown(names, rows))
+
+
+def _over(one: dict[str, Any], other: dict[str, Any] | None) -> float | None:
+    return None if other is None else one["ratio"]["median"] / other["ratio"]["median"]
+
+
+def compared(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Markdown of two reports side by side, their circumstances above: what both have measured, by the same names."""
+    keys = ("text", "batch", "mode", "method")
+    earlier, later = ({tuple(one[key] for key in keys): one for one in report["results"]} for report in (before, after))
+    rows = []
+    for key in (key for key in earlier if key in later):
+        one, two = earlier[key], later[key]
+        figures = [(one["ratio"]["median"], two["ratio"]["median"]), (one.get("tau"), two.get("tau"))]
+        shown = [f"{old:.2f} → {new:.2f}" if old and new else "" for old, new in figures]
+        repeated = f"{one['repeated_4grams']:.0%} → {two['repeated_4grams']:.0%}"
+        rows.append([*map(str, key), *shown, f"{figures[0][1] / figures[0][0] - 1:+.0%}", repeated])
+    alone = len(earlier) + len(later) - 2 * len(rows)
+    table = markdown([*keys, "x stock", "τ", "change", "repeated 4-grams"], rows)
+    return "\n".join([headline(before), headline(after), "", *table, "", f"rows that only one of them has: {alone}"])
+
+
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table: its columns' names, then each row's cells."""
     return [f"| {' | '.join(names)} |", "|---" * len(names) + "|", *(f"| {' | '.join(cells)} |" for cells in rows)]

@@ -13,7 +13,7 @@ from hf_dart import DartHead, EagleDrafter
 from hf_dart.bench.baselines import ASSISTED, COMPILED, LOOKUP, STOCK
 from hf_dart.cli import main
 from hf_dart.hub.loading import PACKAGED_TARGET, load_target
-from hf_dart.hub.tables import OURS, as_table, labels
+from hf_dart.hub.tables import OURS, as_table, by_category, labels
 
 DRAFTERS = {OURS, f"{OURS}, chain", f"{OURS}, copies alone", f"{OURS}, eagle", f"{OURS}, mine"}
 MODES = ("greedy", "sampled, T=1")
@@ -24,11 +24,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("bench")
     model, tokenizer = load_target()
     story = folder / "story.jsonl"
-    story.write_text('{"prompt": "import os"}\n{"prompt": "class Story:"}\n', encoding="utf8")
+    story.write_text('{"turns": ["import os", "class Story:"], "category": "two"}\n{\n', encoding="utf8")
     small = {"draft_length": 3, "intermediate_size": 64}
     EagleDrafter.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "eagle")
     DartHead.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "mine")
-    words = ["--suite", "code", str(story), "--rivals", "lookup,chain,tree,copies", "--modes", "greedy,sampled"]
+    words = ["--suite", "code", f"spec-bench={story}", "--rivals", "lookup,chain,tree,copies"]
+    words += ["--modes", "greedy,sampled"]
     words += ["--assistant-model", str(PACKAGED_TARGET), "--drafter", str(folder / "eagle")]
     words += ["--drafter", str(folder / "mine"), "--json", str(folder / "bench.json")]
     assert main(["bench", "--smoke", *words]) == 0
@@ -36,7 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_every_method_takes_part(report: dict[str, Any]) -> None:
-    for text in ("code", "story.jsonl"):
+    for text in ("code", "spec-bench: two"):
         for mode in MODES:
             for batch in (1, 2):
                 alone = {ASSISTED, *([LOOKUP] if mode == "greedy" else [])} if batch == 1 else set()
@@ -52,7 +53,7 @@ def test_every_method_takes_part(report: dict[str, Any]) -> None:
         if one["method"] == ASSISTED:
             assert ("compared" in one) == (one["mode"] == "greedy")
     assert set(report["drafters"]) == {ASSISTED, *DRAFTERS} - {f"{OURS}, copies alone"}
-    assert report["text"] == "code, story.jsonl"
+    assert report["text"] == "code, spec-bench: two"
     assert report["settings"]["prompt_tokens"] == max(one["prompt_tokens"] for one in report["results"])
     assert (report["dtype"], report["threads"]) == ("float32", torch.get_num_threads())
     assert report["command"].startswith("hf-dart bench --smoke")
@@ -90,13 +91,40 @@ def test_figures_hang_together(report: dict[str, Any]) -> None:
 
 
 def test_tables_say_which_case(report: dict[str, Any]) -> None:
-    assert set(labels(report)) == {"code", "story.jsonl"}
+    assert set(labels(report)) == {"code", "spec-bench: two"}
     table = as_table(report)
     assert "| case | batch | mode | method |" in table
     assert "| code | 1 | greedy | hf_dart, eagle |" in table
     assert "other numbers" in table
     alone = {**report, "results": [one for one in report["results"] if one["text"] == "code"]}
     assert set(labels(alone)) == {""}
+
+
+def test_tables_by_category_and_of_two_benches(
+    report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = {(one["text"], one["batch"], one["mode"], one["method"]): one for one in report["results"]}
+    key = ("spec-bench: two", 1, "greedy")
+    ours, lookup, copies = (found[*key, method] for method in (OURS, LOOKUP, f"{OURS}, copies alone"))
+    rows = [line.split(" | ") for line in by_category(report).splitlines()[2:]]
+    assert len(rows) == 2 * 2 * 2
+    (row,) = (row for row in rows if row[:3] == ["| spec-bench: two", "1", "greedy"])
+    ratio = ours["ratio"]["median"]
+    assert float(row[3]) == pytest.approx(1 + sum(map(float, row[4].split())), abs=0.02 * len(row[4].split()) + 0.01)
+    ratios = [ratio, ratio / lookup["ratio"]["median"], ratio / copies["ratio"]["median"]]
+    assert [float(cell) for cell in row[5:8]] == pytest.approx(ratios, abs=0.006)
+
+    later = {**report, "results": [{**one, "ratio": {"median": 2 * one["ratio"]["median"]}} for one in found.values()]}
+    files = [tmp_path / "a.json", tmp_path / "b.json"]
+    for file, content in zip(files, (report, {**later, "results": later["results"][1:]}), strict=True):
+        file.write_text(json.dumps(content), encoding="utf8")
+    assert main(["bench", "compare", *map(str, files)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("| +100% |") == len(found) - 1
+    assert shown.rstrip().endswith("rows that only one of them has: 1")
+    files[1].write_text("{}", encoding="utf8")
+    assert main(["bench", "compare", *map(str, files)]) == 2
+    assert "Cannot compare" in capsys.readouterr().err
 
 
 @pytest.mark.matrix
