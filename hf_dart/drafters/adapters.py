@@ -100,14 +100,14 @@ def _inject(
     name: str,
     what: str,
     seed: int = 0,
-    fill: Callable[[], None] = lambda: None,
+    fill: Callable[[], None] | None = None,
 ) -> None:
     """Put an adapter on a head and make it the active one: all of it or nothing.
 
     Args:
         what: its config is called in messages.
         seed: of its initial weights.
-        fill: gives it others.
+        fill: gives it others; nothing is allocated before, as sizes come from a file.
     """
     if name in peft_configs(head):
         raise ValueError(f"This head has an adapter {name!r} already; give another name.")
@@ -118,10 +118,11 @@ def _inject(
         with refused(what, "give one that PEFT can put on this head"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
             torch.default_generator.manual_seed(seed)
-            inject_adapter_in_model(config, head, name)
+            inject_adapter_in_model(config, head, name, low_cpu_mem_usage=fill is not None)
         head._hf_peft_config_loaded = True
         head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode
-        fill()
+        if fill is not None:
+            fill()
     except BaseException:
         if before is None:
             unwrap(head, None)
@@ -256,21 +257,22 @@ def load(head: TrainedDrafter, path: str, name: str, **where: Any) -> None:
         raise ValueError(f"{path} holds no {ADAPTER_CONFIG}; give the folder or the repository of an adapter.")
     _check_base(head, path, **where)
     state = read_state(path, **where)
-    config = lora_of(head, path, content, state)
-    _inject(head, config, name, f"The {ADAPTER_CONFIG} in {path}", fill=lambda: read(head, state, path, name))
+    config = lora_of(path, content, state)
+    _inject(head, config, name, f"The {ADAPTER_CONFIG} in {path}", fill=lambda: read(head, state, path, name, new=True))
 
 
-def read(head: TrainedDrafter, state: dict[str, Tensor], path: str, name: str) -> None:
-    """Fill adapter `name` with `state`, whose every weight has to fit."""
+def read(head: TrainedDrafter, state: dict[str, Tensor], path: str, name: str, new: bool = False) -> None:
+    """Fill adapter `name`, which has no values yet if it is `new`, with `state`, whose every weight has to fit."""
     wanted = get_peft_model_state_dict(head, adapter_name=name, save_embedding_layers=False)
     wrong = sorted(wanted.keys() ^ state.keys())
     wrong += [key for key in sorted(wanted.keys() & state.keys()) if wanted[key].shape != state[key].shape]
     if wrong:
         raise ValueError(
-            f"The adapter in {path} does not fit this head (first difference: {wrong[0]}); load it on the head that it "
-            "was trained for."
+            f"The adapter in {path} does not fit this head, or the r of its {ADAPTER_CONFIG} (first difference: "
+            f"{wrong[0]}); load it on the head that it was trained for."
         )
-    set_peft_model_state_dict(head, state, adapter_name=name)
+    state = {key: weight.to(head.device, head.dtype, copy=True) for key, weight in state.items()}
+    set_peft_model_state_dict(head, state, adapter_name=name, low_cpu_mem_usage=new)
 
 
 def reread(head: TrainedDrafter, folder: str) -> None:

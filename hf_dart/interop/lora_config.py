@@ -9,8 +9,7 @@ import re
 from typing import Any
 
 from peft import LoraConfig
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from hf_dart.hub.download import ADAPTER_CONFIG
 
@@ -45,8 +44,8 @@ def _is_taken(name: str, value: Any, usual: Any) -> bool:
     return name in _NOTES or value in (None, False, usual) or (name in _PLAIN and _is_plain(value))
 
 
-def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: dict[str, Tensor]) -> LoraConfig:
-    """Build the config of an adapter for PEFT: fields that are only numbers and names, and sizes that its weights have.
+def lora_of(path: str, content: dict[str, Any], state: dict[str, Tensor]) -> LoraConfig:
+    """Build the config of an adapter for PEFT: fields that are only numbers and names.
 
     Raises:
         ValueError: a field asks for more: other code, packages, patterns or memory.
@@ -58,36 +57,13 @@ def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: di
                 f"The {ADAPTER_CONFIG} in {path} says {name}: {value!r:.80}, which hf_dart does not load; give an "
                 "adapter of plain LoRA."
             )
-    targets = {key.partition(".lora_")[0] for key in state if ".lora_" in key}
     named = content.get("target_modules")
-    # A pattern is not run: the weights say which modules it found.
-    wrong = set() if isinstance(named, str) else {path for path in _linears(head) if _ends_in(path, named)} ^ targets
-    ranks = content.get("rank_pattern") or {}
-    for target in targets:
-        own = [rank for name, rank in ranks.items() if _ends_in(target, [name])]
-        rank = [*own, content.get("r", LoraConfig.r)][0]
-        weight = state.get(f"{target}.lora_A.weight")
-        if target not in _linears(head) or weight is None or weight.shape != (rank, _linears(head)[target]):
-            wrong.add(target)
-    if wrong or not targets:
-        raise ValueError(
-            f"The adapter in {path} does not fit this head, or the r of its {ADAPTER_CONFIG} (first difference: "
-            f"{min(wrong, default='no module')}); load it on the head that it was trained for."
-        )
-    taken = {*_PLAIN, "base_model_name_or_path", "revision", "init_lora_weights"}
+    if isinstance(named, str):  # a pattern is not run: the weights say which modules it found
+        named = sorted({key.partition(".lora_")[0] for key in state if ".lora_" in key})
+    taken = {*_PLAIN, "base_model_name_or_path", "revision"}
     known = {name: value for name, value in content.items() if name in taken and value is not None}
     try:
-        return LoraConfig(**{**known, "target_modules": sorted(targets) if isinstance(named, str) else named})
+        return LoraConfig(**{**known, "target_modules": named})
     except (TypeError, KeyError, ValueError) as error:
         words = " ".join(str(error).split()).rstrip(".")
         raise ValueError(f"The {ADAPTER_CONFIG} in {path} is not one of PEFT ({words}); fetch it again.") from error
-
-
-def _linears(head: PreTrainedModel) -> dict[str, int]:
-    """Return the linear modules that LoRA can be put on, with the width of their input."""
-    bare = ((path, getattr(part, "base_layer", part)) for path, part in head.named_modules())
-    return {path: part.in_features for path, part in bare if isinstance(part, nn.Linear) and ".base_layer" not in path}
-
-
-def _ends_in(path: str, names: Any) -> bool:
-    return any(path == name or path.endswith(f".{name}") for name in names or ())
