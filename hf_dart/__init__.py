@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.dflash.drafter import DFlashDrafter
     from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
     from hf_dart.drafters.eagle.drafter import EagleDrafter
+    from hf_dart.drafters.gemma4.drafter import Gemma4Drafter
     from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.drafters.mtp.drafter import MtpDrafter
@@ -37,6 +38,7 @@ __all__ = [
     "DartHead",
     "DiffusionDrafter",
     "EagleDrafter",
+    "Gemma4Drafter",
     "LanguageModelDrafter",
     "Learner",
     "LookupDrafter",
@@ -66,6 +68,7 @@ _HOMES = {
     "DFlashDrafter": "drafters.dflash.drafter",
     "DiffusionDrafter": "drafters.diffusion.drafter",
     "EagleDrafter": "drafters.eagle.drafter",
+    "Gemma4Drafter": "drafters.gemma4.drafter",
     "LanguageModelDrafter": "drafters.language_model.drafter",
     "Learner": "learning.learner",
     "LookupDrafter": "drafters.lookup",

@@ -46,11 +46,10 @@ def _convert_head(arguments: argparse.Namespace) -> None:
     target, tokenizer = load_target(arguments.target or str(PACKAGED_TARGET))
     head = load_head(arguments.source, target, tokenizer, dtype=arguments.dtype or "auto")
     from hf_dart.drafters.dart.drafter import DartHead
-    from hf_dart.drafters.dflash.drafter import DFlashDrafter
     from hf_dart.drafters.trained import TrainedDrafter
     from hf_dart.interop.vllm import write_vllm
 
-    if arguments.to == "dart" and isinstance(head, (TrainedDrafter, DFlashDrafter)):
+    if arguments.to == "dart" and isinstance(head, TrainedDrafter):
         head.save_pretrained(arguments.out)
         return
     if not isinstance(head, DartHead):

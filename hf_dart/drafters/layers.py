@@ -92,14 +92,14 @@ class DartAttention(nn.Module):
         if self.q_norm is not None:
             query = self.q_norm(query)
         cos, sin = (part if wanted is None else take(part[:, 0], wanted)[:, None] for part in rotation)
-        query = _rotate(query, (cos, sin))
+        query = rotate(query, (cos, sin))
         key, value = self.keys_and_values(x, rotation)
         if remember is not None:
             key, value = remember(key, value)
         if context is not None:
             real = slice(context.shape[1])
             places = (rotation[0][:, :, real], rotation[1][:, :, real])
-            known_key = _rotate(self._heads(self.context_k_proj(context)), places)
+            known_key = rotate(self._heads(self.context_k_proj(context)), places)
             known_value = self._heads(self.context_v_proj(context))
             if remember is not None:
                 known_key, known_value = remember(known_key, known_value, injected=True)
@@ -111,7 +111,7 @@ class DartAttention(nn.Module):
         key = self._heads(self.k_proj(x))
         if self.k_norm is not None:
             key = self.k_norm(key)
-        return _rotate(key, rotation), self._heads(self.v_proj(x))
+        return rotate(key, rotation), self._heads(self.v_proj(x))
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -244,7 +244,8 @@ def _made_frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None
     return theta ** -torch.cat([exponents, exponents])
 
 
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn x [B, n, Q, head_dim] by cos and sin [B, 1, Q, head_dim]."""
     cos, sin = rotation
     left, right = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-right, left], dim=-1) * sin

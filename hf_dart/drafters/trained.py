@@ -269,7 +269,8 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         own = drafter.state_dict()
         left_out = own.keys() & set(drafter._keys_to_ignore_on_save or ())
         shapes = {name: tuple(weight.shape) for name, weight in own.items() if name not in left_out}
-        weights = read_tensors(files, path, shapes, dtypes={"draft_vocabulary": torch.int64})
+        whole = {name: weight.dtype for name, weight in own.items() if not weight.dtype.is_floating_point}
+        weights = read_tensors(files, path, shapes, dtypes=whole)
         drafter.load_state_dict({**weights, **{name: torch.empty(own[name].shape) for name in left_out}}, assign=True)
         return drafter
 

@@ -35,3 +35,9 @@ DFLASH = CardTexts(
     "A [DFlash](https://arxiv.org/abs/2602.06036) drafter, or a variant of it,",
     ("2602.06036", "DFlash: Block Diffusion for Flash Speculative Decoding"),
 )
+GEMMA4 = CardTexts(
+    "an assistant of Gemma 4",
+    "assistant",
+    "gemma4-assistant",
+    "An assistant that was published for [Gemma 4](https://ai.google.dev/gemma)",
+)

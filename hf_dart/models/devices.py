@@ -150,6 +150,7 @@ class TargetModules:
     def __init__(self, target: PreTrainedModel) -> None:
         self.embeddings = target.get_input_embeddings()
         self.lm_head = lm_head_of(target)
+        self.decoder: Any = target.get_decoder() if hasattr(target, "get_decoder") else None
         # Other targets that the drafter was found to be compatible with: deep copies and PEFT wrappers.
         self.compatible: WeakSet[nn.Module] = WeakSet()
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from support.assistants import assistant_checkpoint, gemma4_target, stock_assistant
 from support.attacks import attack, damaged, seeds, survives
 from support.checkpoints import save
 from support.compare import assert_identical
@@ -54,6 +55,7 @@ FORMATS: dict[str, Callable[[Path, Any], Any]] = {
     **{name: lambda folder, target, name=name: relative(folder, target, name) for name in
        ("DFlash2", "speculators' DSpark")},
     "DFlash, z-lab": dflash_checkpoint,
+    "Gemma 4 assistant": lambda folder, _: assistant_checkpoint(folder, stock_assistant(ordered=True, vocab_size=48)),
     "original DART": lambda folder, target: original_checkpoint(folder, target, draft_vocab_size=30),
     "language model": lambda folder, target: tiny_target("qwen3", num_hidden_layers=1).save_pretrained(folder),
 }  # fmt: skip
@@ -75,7 +77,7 @@ def target() -> Any:
 @pytest.mark.parametrize("name", FORMATS)
 def test_damaged_files(target: Any, tmp_path: Path, name: str, part: range) -> None:
     """Weights that are read draft worse at most: the text is the target's."""
-    folder = tmp_path / "drafter"
+    target, folder = gemma4_target(vocab_size=48) if "Gemma 4" in name else target, tmp_path / "drafter"
     FORMATS[name](folder, target)
     load = CLASSES[name].from_pretrained if name in CLASSES else load_drafter
     load(str(folder), target=target)

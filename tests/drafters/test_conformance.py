@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.assistants import gemma4_drafter, gemma4_target
 from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
 from support.compare import Tally, assert_identical, run, tally
 from support.guests import dflash_drafter
@@ -32,6 +33,11 @@ def tiny_dflash_drafter(target: Any) -> Any:
         return dflash_drafter(Path(folder), target)
 
 
+def tiny_gemma4_drafter(target: Any) -> Any:
+    with TemporaryDirectory() as folder:
+        return gemma4_drafter(Path(folder), target)
+
+
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "dart": tiny_head,
     "eagle": tiny_eagle_drafter,
@@ -39,8 +45,9 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "dflash": tiny_dflash_drafter,
     "language model": lambda target: LanguageModelDrafter(nearly(target), target),
     "mtp": MtpDrafter.from_target,
+    "gemma4": tiny_gemma4_drafter,
 }
-SAVED = ["dart", "eagle", "diffusion", "dflash"]
+SAVED = ["dart", "eagle", "diffusion", "dflash", "gemma4"]
 SOME = range(3, 48, 2)
 SAVED_PARTS: dict[str, Callable[[Any], Any]] = {
     "injected": lambda target: tiny_head(target, num_layers=2, inject_features=True),
@@ -51,7 +58,7 @@ SAVED_PARTS: dict[str, Callable[[Any], Any]] = {
     ),
     "features": lambda target: tiny_diffusion_drafter(target, feature_layers=[0, 2]),
 }
-OF_ANY_TARGET = [kind for kind in MAKERS if kind != "mtp"]
+OF_ANY_TARGET = [kind for kind in MAKERS if kind not in ("mtp", "gemma4")]
 IN_FAMILIES = [
     *((kind, family, attention) for kind in OF_ANY_TARGET for family in FAMILIES for attention in ("eager", "sdpa")),
     *(("dflash", family, "sdpa") for family in ("opt", "cohere2")),
@@ -73,6 +80,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
             target = tiny_target("llama")
             if kind == "mtp":
                 target = with_module("glm4_moe", tmp_path_factory.mktemp(kind), torch.float64)[0]
+            if kind == "gemma4":
+                target = attach(gemma4_target(vocab_size=48))
             made[kind] = target, MAKERS[kind](target)
         return made[kind]
 
@@ -155,7 +164,7 @@ def test_stocks_assisted_loop(pairs: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*SAVED, *SAVED_PARTS])
 def test_save_and_load(pairs: Any, tmp_path: Path, kind: str) -> None:
-    target = pairs("dart")[0]
+    target = pairs(kind if kind in MAKERS else "dart")[0]
     drafter = {**MAKERS, **SAVED_PARTS}[kind](target)
     before = torch.get_rng_state()
     drafter.save_pretrained(tmp_path)
@@ -207,10 +216,10 @@ def test_copies_draft_for_the_same_target(pairs: Any, kind: str) -> None:
     assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
 
 
-@pytest.mark.parametrize("kind", ["dart", "eagle", "diffusion", "dflash"])
+@pytest.mark.parametrize("kind", SAVED)
 def test_pickles_hold_no_target(kind: str) -> None:
     """They are bound again."""
-    target = tiny_target("qwen3")
+    target = gemma4_target(vocab_size=48) if kind == "gemma4" else tiny_target("qwen3")
     drafter = MAKERS[kind](target)
     stored = pickle.dumps(drafter)
     assert len(stored) < len(pickle.dumps(target)) + len(pickle.dumps(drafter.state_dict()))

@@ -39,7 +39,8 @@ from hf_dart.trees.config import TreeConfig
 
 _ITSELF = "The target cannot be its own draft, which would cost what it saves; give a smaller model."
 # Fields in the config.json of a drafter, whatever its model_type.
-_OF_DRAFTERS = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
+_OF_DRAFTERS = {"backbone_hidden_size", "block_size", "dflash_config", "draft_length", "draft_vocab_size",
+                "speculators_model_type"}  # fmt: skip
 
 
 def _reads(content: dict[str, Any]) -> str | None:

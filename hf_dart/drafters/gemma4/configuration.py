@@ -1,0 +1,62 @@
+"""`Gemma4Config`: a published assistant of Gemma 4."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Self
+
+from transformers import PreTrainedModel
+
+from hf_dart.drafters.base_config import DrafterConfig, told_of
+from hf_dart.interop.gemma4 import read_assistant
+
+
+class Gemma4Config(DrafterConfig):
+    """The config of a [`Gemma4Drafter`]: the config.json that it was published with, and what is known of its target.
+
+    Args:
+        published: the config.json that the assistant was published with.
+
+    The other fields are those of `hf_dart.drafters.base_config.DrafterConfig`, told by that one and the target.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    model_type = "dart_gemma4"
+
+    published: dict[str, Any] = dataclasses.field(default_factory=dict)
+    draft_length: int = 4
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
+        return {name: size for name, size in super().needs.items() if name != "LM head width"}
+
+    @classmethod
+    def of(cls, published: dict[str, Any], target: PreTrainedModel) -> Self:
+        """Return the config of an assistant, by its config.json, for a target of Gemma 4.
+
+        Raises:
+            ValueError: the target has no such layers, or the file describes no assistant.
+        """
+        config, theirs = read_assistant(published), target.config.get_text_config(decoder=True)
+        kinds = theirs.layer_types if theirs.model_type.startswith("gemma4") else []
+        # The last layer of each kind that has keys and values of its own.
+        own = kinds[: len(kinds) - getattr(theirs, "num_kv_shared_layers", 0)]
+        last = {kind: index for index, kind in enumerate(own)}
+        text, told = config.text_config, told_of(target)
+        if not last.keys() >= {*text.layer_types}:
+            raise ValueError(
+                f"An assistant of Gemma 4 drafts for a Gemma 4 with its kinds of layers, and {type(target).__name__} "
+                "is none; give the target that it was published for."
+            )
+        return cls(
+            published=published,
+            feature_layers=[*(last[kind] for kind in dict.fromkeys(text.layer_types)), told["target_num_layers"]],
+            hidden_size=text.hidden_size,
+            embedding_size=config.backbone_hidden_size,
+            feature_size=config.backbone_hidden_size,
+            vocab_size=text.vocab_size,
+            **told,
+        )
