@@ -22,7 +22,7 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.pace import PAUSE, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.trees.copies import NOTHING, Copies, RowCopies
+from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies
 
 DEPTH = 4
 LOOP = chain_of([7] * 24, -0.02)
@@ -499,6 +499,8 @@ def test_calls_measure_their_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     (record,) = head.pace_records.values()
     assert record.timed.sum() > 10
     assert record.timed[0] > 0
+    assert_identical(target, head, prompts([7, 5]), **{**options, "tree_config": TreeConfig()})
+    assert max(one.copy_counts.seen.max() for one in head.pace_records.values()) > CopyCounts().seen.max()
     head.bind(tiny_target("qwen3"))
     assert not head.pace_records
 

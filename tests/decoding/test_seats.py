@@ -10,6 +10,7 @@ import torch
 from support.caches import assert_same_cache
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
+from support.turns import first_draft, next_turn_of
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_dart import TreeConfig
@@ -122,6 +123,25 @@ def test_a_call_that_fails_leaves_alone() -> None:
     assert torch.equal(close_call(sessions[2]), stocks(target, good[1], 0))
 
 
+def test_a_drafter_that_fails_ends_its_own_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another drafter go on, and nothing is emitted any more where there was no draft."""
+    target, seats = tiny_target("llama"), Seats(3)
+    good, bad = tiny_head(target), tiny_head(target)
+    request: Request = (prompts([5], seed=1), {"do_sample": False, "max_new_tokens": 40})
+    sessions = [opened(target, assistant=head, **request[0], **request[1]) for head in (bad, good, bad)]
+    for session in sessions:
+        seats.take(session)
+    assert [seats.round() for _ in range(3)] == [[]] * 3
+    monkeypatch.setattr(bad, "propose_ranked", None)
+    assert [type(failure) for _, failure in seats.round()] == [TypeError] * 2
+    while seats.taken:
+        seats.round()
+    stock = stocks(target, request, 0)
+    assert torch.equal(close_call(sessions[1]), stock)
+    for session in (sessions[0], sessions[2]):
+        assert session.rows.tokens[0] == stock[0, : len(session.rows.tokens[0])].tolist()
+
+
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=needs_running_states)])
 def test_generators_and_caches_that_are_handed_back(family: str) -> None:
     target = tiny_target(family)
@@ -140,6 +160,9 @@ def test_generators_and_caches_that_are_handed_back(family: str) -> None:
     assert torch.equal(text, stocks(target, request, 5, **{CACHE: kept}))
     assert torch.equal(generator.get_state(), torch.get_rng_state())
     assert_same_cache(cache, kept, [0], text, {"rtol": 1e-5, "atol": 1e-5})
+    inputs = next_turn_of(request[0], text)
+    drafts = [first_draft(target, head, inputs, one) for one in (cache, DynamicCache(config=target.config))]
+    torch.testing.assert_close(*drafts, rtol=1e-5, atol=1e-5)  # the drafter's state is the call's own, too
 
 
 def test_calls_that_no_seat_takes() -> None:

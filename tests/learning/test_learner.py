@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_dart
 from hf_dart import DartHead, Learner, LookupDrafter, TreeConfig, attach, detach, load_drafter
+from hf_dart.learning.ring import Ring, Segment
 from hf_dart.learning.student import Student
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 32}
@@ -312,6 +313,26 @@ def test_memory_is_bounded(target: Any, head: DartHead) -> None:
     kept = [*ring.learnt, *ring.fresh]
     assert len(kept) < 22  # one row of each call, as there is room for; the first ones have gone
     assert limit / 2 < ring.bytes == sum(one.bytes for one in kept) <= 3 * limit / 4
+
+
+def test_the_oldest_text_makes_room() -> None:
+    """What was learnt from goes first."""
+    ring, held = Ring(3 * 64), []
+    for number in range(7):
+        ring.add(Segment(torch.zeros(4, 2), torch.full((4,), number), 0.0))
+        held.append([[int(one.next_tokens[0]) for one in part] for part in (ring.learnt, ring.fresh)])
+        if number == 1:
+            ring.take_fresh()
+    assert held[2:] == [[[0, 1], [2]], [[1], [2, 3]], [[], [2, 3, 4]], [[], [3, 4, 5]], [[], [4, 5, 6]]]
+
+
+def test_a_pause_within_a_call_leaves_no_gap_in_a_text(target: Any, head: DartHead) -> None:
+    learner = Learner(share=0)
+    learner.attach(head)
+    pausing = Does(lambda: setattr(learner, "paused", not learner.paused), every=12)
+    text = run(target, prompts([9]), 0, do_sample=False, max_new_tokens=34, assistant=head, streamer=pausing).sequences
+    (kept,) = (one.next_tokens.tolist() for one in learner._ring.fresh)
+    assert kept == text[0, -len(kept) :].tolist()
 
 
 def test_greedy_and_short_texts(target: Any, head: DartHead) -> None:

@@ -18,7 +18,7 @@ from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import TOKENIZER, OwnError, Processor
 from transformers import LogitsProcessor
 
-from hf_dart import Batcher, LookupDrafter, attach
+from hf_dart import Batcher, LookupDrafter, SuffixStore, attach
 from hf_dart.models.verify import Verifier
 from hf_dart.serve import batcher as batcher_module
 from hf_dart.serve import prefixes as prefixes_module
@@ -274,16 +274,34 @@ def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Verifier, "__call__", verify)
     options = {"do_sample": False, "max_new_tokens": 30}
-    handles = []
+    handles, store = [], SuffixStore()
     batcher.schedule[1].append(lambda: handles.append(batcher.submit(**prompts([4]), **options)))
-    handles.append(batcher.submit(**prompts([5]), **options))
+    handles.append(batcher.submit(**prompts([5]), **options, memory=store))
     for handle in handles:
         with pytest.raises(MemoryError):
             handle.result(timeout=60)
     assert len(handles) == 2
+    assert store.tokens > 5, "what it wrote until then is kept"
+    assert not batcher._seats.taken
     later = batcher.submit(**prompts([5]), **options)
     batcher.close()
     assert torch.equal(later.result(), type(target).generate(target, **prompts([5]), **options))
+
+
+def test_requests_that_are_cancelled_make_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has a seat, and one whose prompt is being read."""
+    monkeypatch.setattr(batcher_module, "PIECE", 4)
+    target = tiny_target("llama")
+    batcher, handles, held = Scheduled(target, tiny_head(target)), list[Handle](), []
+    options = {"do_sample": False, "max_new_tokens": 60}
+    for length in (3, 40):
+        batcher.schedule[1].append(lambda of=length: handles.append(batcher.submit(**prompts([of]), **options)))
+    batcher.schedule[4] += [lambda: handles[0].cancel(), lambda: handles[1].cancel()]
+    for number in (3, 6):
+        batcher.schedule[number].append(lambda: held.append((batcher.running, len(batcher._seats.taken))))
+    batcher.submit(**prompts([4]), **options).result(timeout=60)
+    batcher.close()
+    assert held == [(3, 2), (1, 1)]
 
 
 def test_closing_cancels_what_is_not_done() -> None:
