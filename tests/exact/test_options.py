@@ -93,7 +93,7 @@ TREES = [
 KINDS = ["head", "head of 31 tokens", "replay", "eagle", "diffusion", "lookup"]
 # Per factor: level -> fields of a case, as `support.drawn` draws them; options are added to those above.
 CALLS: dict[str, dict[str, dict[str, Any]]] = {
-    "target": {name: {"target": name} for name in ("llama", "gemma3", "deepseek_v3", "gpt2")},
+    "target": {name: {"target": name} for name in ("llama", "gemma3", "mistral", "deepseek_v3", "gpt2")},
     "end": {
         "none": {},
         "EOS": {"options": {"eos_token_id": 11}},
@@ -159,27 +159,23 @@ def case_of(levels: dict[str, str], seed: int) -> dict[str, Any]:
 
 def pairwise(factors: dict[str, list[str]], seed: int = 0) -> list[dict[str, str]]:
     """Few cases (factor -> level) that hold every pair of levels of two factors at least once; the same every time."""
-    random = Random(seed)
+    random, names = Random(seed), list(factors)
 
-    def pairs(case: dict[str, str]) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-        return [((one, case[one]), (two, case[two])) for one, two in combinations(factors, 2)]
+    def pair(one: tuple[str, str], other: tuple[str, str]) -> tuple[tuple[str, str], ...]:
+        return tuple(sorted((one, other), key=lambda level: names.index(level[0])))
 
-    missing = {
-        ((one, level), (two, other))
-        for one, two in combinations(factors, 2)
-        for level in factors[one]
-        for other in factors[two]
-    }
+    levels = [[(name, level) for level in levels] for name, levels in factors.items()]
+    missing = {pair(one, other) for left, right in combinations(levels, 2) for one in left for other in right}
     cases = []
     while missing:
-        # Built around a pair that is still missing, so that every case adds one; of some tries, the best.
-        wanted = min(missing)
-        tries = [
-            {**{name: random.choice(levels) for name, levels in factors.items()}, **dict(wanted)} for _ in range(24)
-        ]
-        best = max(tries, key=lambda case: len(missing.intersection(pairs(case))))
-        missing.difference_update(pairs(best))
-        cases.append(best)
+        # Built around a pair that is still missing; of each other factor, in any order, the level that adds most.
+        case = dict(min(missing))
+        for name in random.sample(names, len(names)):
+            choices = random.sample(factors[name], len(factors[name]))
+            gained = [sum(pair((name, level), known) in missing for known in case.items()) for level in choices]
+            case.setdefault(name, choices[gained.index(max(gained))])
+        missing.difference_update(pair(one, other) for one, other in combinations(case.items(), 2))
+        cases.append({name: case[name] for name in names})
     return cases
 
 
@@ -296,14 +292,6 @@ def test_lengths_that_are_no_small_whole_numbers(llama: tuple[Any, Any], length:
 @pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["plain", "penalty"])
 def test_a_pad_that_is_no_token(llama: tuple[Any, Any], options: dict[str, float]) -> None:
     assert_identical(*llama, prompts([7, 7]), **{**GREEDY, "pad_token_id": -1, "eos_token_id": None}, **options)
-
-
-@pytest.mark.usefixtures("executor")
-def test_penalties_of_each_rows_prompt(llama: tuple[Any, Any]) -> None:
-    """Stock's processors know the prompts by their places in the batch."""
-    for mode in (GREEDY, SAMPLED):
-        penalties = {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2}
-        assert_identical(*llama, prompts(RAGGED), **penalties, **mode)
 
 
 @pytest.mark.parametrize("known", [None, 2], ids=["stock's", "a prompt that does not count"])
