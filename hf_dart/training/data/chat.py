@@ -19,11 +19,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 
 
 def as_messages(turns: Any) -> list[Message]:
-    """Messages with `role` and `content`, also of ShareGPT's `from` and `value`; fields without a value go.
-
-    Raises:
-        ValueError: these are no messages, or one has no role.
-    """
+    """Messages with `role` and `content`, also of ShareGPT's `from` and `value`; fields without a value go."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise ValueError(
             "These are no messages (dicts with 'role' and 'content'); name the field that holds them with "
@@ -44,11 +40,7 @@ def as_messages(turns: Any) -> list[Message]:
 
 
 def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> Any:
-    """Call `tokenizer.apply_chat_template`.
-
-    Raises:
-        ValueError: the template does not take these messages.
-    """
+    """Call `tokenizer.apply_chat_template`; raise a `ValueError` where the template does not take these messages."""
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program
@@ -86,11 +78,7 @@ class ChatFormat:
         return self.tokenizer.get_chat_template(self.template)
 
     def render(self, messages: list[Message], prompt: bool = False, tools: Any = None) -> str:
-        """Return the text of `messages`, with `prompt` up to where the assistant begins to write.
-
-        Raises:
-            ValueError: the template does not take these messages.
-        """
+        """Return the text of `messages`, with `prompt` up to where the assistant begins to write."""
         return self._apply(messages, tokenize=False, add_generation_prompt=prompt, tools=tools)
 
     def encode(self, messages: list[Message], tools: Any = None, marked: bool = True) -> list[Document]:

@@ -74,15 +74,13 @@ def open_source(
     streaming: bool = False,
     cache_dir: str | None = None,
 ) -> Source:
-    """Open a file, a folder, a pattern, or a dataset of the Hub.
+    """Open a file, a folder with files of one ending, a pattern, or a dataset of the Hub.
 
     Args:
-        names: as `group_files` gives them: several files, or one path, pattern or NAME[:CONFIG[:SPLIT]]. Of a
-            folder, all files of the one ending that they have are read.
+        names: as `group_files` gives them: several files, or one path, pattern or NAME[:CONFIG[:SPLIT]].
         split: of a Hub dataset whose name gives none.
         eos: the token that ends each document of a .bin file.
-        streaming: read on the fly.
-        cache_dir: of `datasets`.
+        streaming, cache_dir: as for `datasets.load_dataset`.
 
     Raises:
         ValueError: there is no such source, it is not what its ending says, or it is empty.
@@ -129,11 +127,7 @@ def _reading(name: str, wrong: str, remedy: str) -> Iterator[None]:
 
 
 def _local_files(names: Sequence[str]) -> list[Path] | None:
-    """Return the files that a source stands for, all of one ending; None where it names a dataset of the Hub.
-
-    Raises:
-        ValueError: no file is there, or files of several endings.
-    """
+    """Return the files that a source stands for, all of one ending; None where it names a dataset of the Hub."""
     if len(names) > 1:
         return [Path(name).expanduser() for name in names]
     name, path, known = names[0], Path(names[0]).expanduser(), ", ".join(_FORMATS)

@@ -47,18 +47,8 @@ class Encoder:
         return self.pack(self.encode(examples))
 
     def encode(self, examples: dict[str, list[Any]]) -> list[Document]:
-        """Return the documents of a batch, as token ids and which of them may be drafted.
-
-        Raises:
-            ValueError: a field does not hold what its name says, or ids lie outside the vocabulary.
-        """
-        ways = {
-            "text": self._encode_text,
-            "completion": self._encode_completions,
-            "input_ids": self._encode_ids,
-            "messages": self._encode_messages,
-        }
-        documents = list(ways[self.kind](examples))
+        """Return the documents of a batch, as token ids and which of them may be drafted."""
+        documents = list(getattr(self, f"_encode_{self.kind}")(examples))
         return [(ids, np.ones_like(mask)) for ids, mask in documents] if self.all_tokens else documents
 
     def _encode_text(self, examples: dict[str, list[Any]]) -> Iterator[Document]:
@@ -66,7 +56,7 @@ class Encoder:
         for ids in self.tokenizer(texts, verbose=False)["input_ids"] if texts else []:
             yield self._ended(ids, 0)
 
-    def _encode_completions(self, examples: dict[str, list[Any]]) -> Iterator[Document]:
+    def _encode_completion(self, examples: dict[str, list[Any]]) -> Iterator[Document]:
         texts = (self._texts(examples, name) for name in ("prompt", self.name))
         for prompt, completion in zip(*texts, strict=True):
             if completion:
@@ -89,7 +79,7 @@ class Encoder:
         ended = np.array(ids if eos is None or ids[-1:] == [eos] else [*ids, eos], np.int32)
         return ended, np.arange(len(ended)) >= given
 
-    def _encode_ids(self, examples: dict[str, list[Any]]) -> Iterator[Document]:
+    def _encode_input_ids(self, examples: dict[str, list[Any]]) -> Iterator[Document]:
         known = len(self.tokenizer)
         prompts = examples.get("prompt_tokens", [0] * len(examples[self.name]))
         for row, given in zip(examples[self.name], prompts, strict=True):
@@ -115,11 +105,7 @@ class Encoder:
                 raise ValueError(f"A conversation of {self.source}: {error}") from error
 
     def conversations(self, examples: dict[str, list[Any]]) -> list[tuple[list[Message], Any]]:
-        """Return the messages and tools of a batch.
-
-        Raises:
-            ValueError: the field holds something else.
-        """
+        """Return the messages and tools of a batch."""
         size = len(examples[self.name])
         prompts, tools = examples.get("prompt", [[]] * size), examples.get("tools", [None] * size)
         found = []

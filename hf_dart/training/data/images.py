@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import default_data_collator
 
 _OF_TEXT = ("input_ids", "attention_mask")
@@ -54,27 +55,21 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not any("beside" in row for row in rows):
         return default_data_collator(list(rows))
-    width = max(len(row["input_ids"]) for row in rows)
     blank = {"input_ids": 0, "documents": -1, "loss_mask": False}
     batch: dict[str, Any] = {
-        name: torch.stack([_widened(torch.as_tensor(row[name]), width, value) for row in rows])
+        name: pad_sequence([torch.as_tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
         for name, value in blank.items()
     }
     names = dict.fromkeys(name for row in rows for name in row.get("beside", {}))
-    batch["beside"] = {name: _together(rows, name, width) for name in names}
+    batch["beside"] = {name: _together(rows, name) for name in names}
     return batch
 
 
-def _together(rows: Sequence[Mapping[str, Any]], name: str, width: int) -> Tensor:
+def _together(rows: Sequence[Mapping[str, Any]], name: str) -> Tensor:
     found = [row.get("beside", {}).get(name) for row in rows]
-    shapes = [(1, len(row["input_ids"])) for row in rows]
-    if all(value is None or value.shape == shape for value, shape in zip(found, shapes, strict=True)):
-        one = next(value for value in found if value is not None)
-        marks = (one.new_zeros(shape) if value is None else value for value, shape in zip(found, shapes, strict=True))
-        return torch.cat([_widened(value, width, 0) for value in marks])
-    return torch.cat([value for value in found if value is not None])
-
-
-def _widened(values: Tensor, width: int, blank: int) -> Tensor:
-    """Values [..., T] with blanks after them, [..., width]."""
-    return F.pad(values, (0, width - values.shape[-1]), value=blank)
+    lengths = [len(row["input_ids"]) for row in rows]
+    there = [value for value in found if value is not None]
+    if any(value is not None and value.shape != (1, n) for value, n in zip(found, lengths, strict=True)):
+        return torch.cat(there)
+    marks = [there[0].new_zeros(n) if value is None else value[0] for value, n in zip(found, lengths, strict=True)]
+    return pad_sequence(marks, batch_first=True)

@@ -102,9 +102,8 @@ def load_rows(
     datasets = datasets_library()
     _check_tokenizer(tokenizer, config)
     train, held_out, encoders = [], [], []
-    # There is one share per name.
-    alone = arguments.shares is not None
-    for names in [[name] for name in arguments.train_data] if alone else group_files(arguments.train_data):
+    one_each = [[name] for name in arguments.train_data]  # as there is one share per name
+    for names in group_files(arguments.train_data) if arguments.shares is None else one_each:
         documents, encoder = open_encoded(arguments, names, "train", tokenizer, draft_length)
         encoders.append(encoder)
         if count := arguments.eval_documents:
@@ -119,16 +118,11 @@ def load_rows(
     for names in group_files(arguments.eval_data):
         held_out.append(_rows(arguments, *open_encoded(arguments, names, "validation", tokenizer, draft_length)))
     _keep_template(config, encoders)
-    if arguments.shares is not None and len(train) > 1:
-        total = sum(arguments.shares)
-        rows = datasets.interleave_datasets(
-            train,
-            probabilities=[share / total for share in arguments.shares],
-            seed=arguments.shuffle_seed,
-            stopping_strategy="all_exhausted",
-        )
-    else:
+    if arguments.shares is None or len(train) == 1:
         rows = datasets.concatenate_datasets(train)
+    else:
+        shares = [share / sum(arguments.shares) for share in arguments.shares]
+        rows = datasets.interleave_datasets(train, shares, arguments.shuffle_seed, stopping_strategy="all_exhausted")
     evaluation = datasets.concatenate_datasets(held_out).with_format("torch") if held_out else None
     return rows.with_format("torch"), evaluation
 
@@ -136,33 +130,25 @@ def load_rows(
 def pack_dataset(
     documents: Any, tokenizer: Any, draft_length: int, max_length: int, config: DartConfig | None = None
 ) -> Any:
-    """Rows for a trainer from a `datasets.Dataset` of text, conversations or prompts and completions.
-
-    Args:
-        documents: with one of the fields that `DataArguments` names; or a `datasets.IterableDataset`.
-        tokenizer, draft_length, config: as for `load_rows`.
-        max_length: T, tokens of a row.
-
-    Returns:
-        A `datasets.Dataset` of `input_ids`, `documents` and `loss_mask` [T].
+    """Rows of `max_length` tokens, as `load_rows` makes them, from a dataset of the library `datasets`.
 
     Raises:
-        ValueError: there is no such field, nothing to train on, or the tokenizer is missing or does not fit.
+        ValueError: it has none of the fields of `DataArguments`, nothing to train on, or a tokenizer that does not fit.
     """
-    if seen := [name for name in documents.column_names if name.rstrip("s") in _NO_TEXT]:
+    source = Source("The dataset", documents, documents.column_names)
+    if seen := [name for name in source.columns if name.rstrip("s") in _NO_TEXT]:
         raise ValueError(
             f"The dataset has the field {seen[0]!r}, and what is packed here is text; make rows of such examples "
             "with hf_dart.training.image_row."
         )
     if tokenizer is None:
         raise ValueError(
-            f"The dataset has the fields {', '.join(map(repr, documents.column_names))}, which are no packed rows; "
-            "pass processing_class=tokenizer, so that they can be tokenized."
+            f"The dataset has the fields {', '.join(map(repr, source.columns))}, which are no packed rows; pass "
+            "processing_class=tokenizer, so that they can be tokenized."
         )
     streaming = not hasattr(documents, "__len__")
-    arguments = DataArguments(train_data=["the dataset"], max_length=max_length, streaming=streaming)
+    arguments = DataArguments(train_data=[source.name], max_length=max_length, streaming=streaming)
     _check_tokenizer(tokenizer, config)
-    source = Source("The dataset", documents, documents.column_names)
     documents, encoder = encoded(arguments, source, tokenizer, draft_length)
     _keep_template(config, [encoder])
     return _rows(arguments, documents, encoder).with_format("torch")
@@ -188,11 +174,7 @@ def _keep_template(config: DartConfig | None, encoders: Sequence[Encoder]) -> No
 def open_encoded(
     arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
 ) -> tuple[Any, Encoder]:
-    """Return the documents of a source, and what makes rows of them.
-
-    Args:
-        arguments, tokenizer, draft_length: of `load_rows`.
-        names, split: of `open_source`.
+    """Return the documents of a source (`open_source`), and what makes rows of them.
 
     Raises:
         ValueError: the source cannot be read, or has no field to read.
@@ -202,13 +184,8 @@ def open_encoded(
             f"{names[0]} holds ids of 16 bits, and this tokenizer has {len(tokenizer)} tokens; give rows of input_ids, "
             "such as Parquet files."
         )
-    source = open_source(
-        names,
-        split=split,
-        eos=tokenizer.eos_token_id,
-        streaming=arguments.streaming,
-        cache_dir=arguments.cache_dir,
-    )
+    streaming, cache = arguments.streaming, arguments.cache_dir
+    source = open_source(names, split=split, eos=tokenizer.eos_token_id, streaming=streaming, cache_dir=cache)
     return encoded(arguments, source, tokenizer, draft_length)
 
 
@@ -238,11 +215,7 @@ def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_leng
 
 
 def _field(arguments: DataArguments, source: Source) -> tuple[str, str]:
-    """Find the field of a source to read: its kind (`Encoder.kind`) and its name.
-
-    Raises:
-        ValueError: it has none of them.
-    """
+    """Find the field of a source to read: its kind (`Encoder.kind`) and its name."""
     given = {"messages": arguments.messages_field, "text": arguments.text_field}
     asked = [(kind, name) for kind, name in given.items() if name is not None] or _FIELDS
     for kind, name in asked:
