@@ -95,11 +95,7 @@ class WholeCheckpoints(Trainer):
         self.accelerator.wait_for_everyone()  # the file that comes next says that all of it is there
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint whole or not at all.
-
-        Raises:
-            OSError: it could not be written; nothing of it is left.
-        """
+        """Save a checkpoint whole or not at all."""
         folder = Path(self._get_output_dir(trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         if self.args.should_save:
             (folder / TRAINER_STATE_NAME).unlink(missing_ok=True)  # of a run that came by here before
@@ -109,11 +105,7 @@ class WholeCheckpoints(Trainer):
 
 @contextmanager
 def whole(folder: Path) -> Iterator[None]:
-    """Remove a folder that could not be written to its end.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Remove a folder that could not be written to its end, and raise an `OSError` that says so."""
     try:
         yield
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
@@ -142,8 +134,6 @@ def check_checkpoint(checkpoint: str | Path, drafter: Any, sharded: bool = False
     """Compare a checkpoint with the drafter that is to be trained on from it, before any of it is loaded.
 
     Args:
-        checkpoint: a folder checkpoint-N of a run.
-        drafter: the model that is trained.
         sharded: optimizer and weights are files of FSDP's or DeepSpeed's, which are not looked at.
 
     Raises:

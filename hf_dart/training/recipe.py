@@ -43,11 +43,7 @@ class _Parser(HfArgumentParser):
 
 
 def trainer_of(drafter: str) -> type[DrafterTrainer[Any]]:
-    """Return the trainer of a kind of drafter, as that was registered (`hf_dart.drafters.registry.register`).
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """Return the trainer of a kind of drafter, as that was registered (`hf_dart.drafters.registry.register`)."""
     known = trainers()
     if drafter not in known:
         raise ValueError(f"drafter is {drafter!r}; give one of {', '.join(sorted(known))}.")
@@ -63,12 +59,13 @@ def _groups(drafter: str) -> tuple[type, ...]:
 
 def parser(drafter: str = "dart") -> HfArgumentParser:
     """Return a parser with a flag for every option of that kind of drafter."""
-    description = "Train a draft head. The options may also stand in RECIPE, a YAML or JSON file; flags override it."
-    # No abbreviations: a misspelled option must not become another one.
     made = _Parser(
-        _groups(drafter), prog="hf-dart train", usage="hf-dart train [RECIPE] [--OPTION VALUE ...]", allow_abbrev=False
+        _groups(drafter),
+        prog="hf-dart train",
+        usage="hf-dart train [RECIPE] [--OPTION VALUE ...]",
+        description="Train a draft head. The options may also stand in RECIPE, a YAML or JSON file; flags override it.",
+        allow_abbrev=False,  # a misspelled option must not become another one
     )
-    made.description = description
     kinds = next(action for action in made._actions if action.dest == "drafter")
     kinds.choices = sorted(trainers())
     return made

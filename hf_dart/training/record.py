@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from hf_dart.hub.facts import publishable
 from hf_dart.hub.machine import hardware, versions
+from hf_dart.training.trainers.arguments import DrafterTrainingArguments
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
@@ -32,11 +33,12 @@ def training_record(trainer: Any) -> dict[str, Any]:
         loss: the preset's name; objective: every field of it; steps: optimizer steps that the weights have seen;
         tokens: of all rows read, padding left out; rows_per_step, anchors_per_row; evaluation: the weights' last
         metrics; optimizer, learning_rate, schedule, seed; precision: of autocast; processes, hardware, versions;
-        fields of the trainer's own; dtypes of weights and target; recipe: the options that `hf-dart train` was given,
-        tokens of the Hub and local folders left out.
+        options of that kind of drafter alone; dtypes of weights and target; recipe: the options that `hf-dart train`
+        was given, tokens of the Hub and local folders left out.
     """
     args, state, recipe = trainer.args, trainer.state, trainer.recipe
     step, logs = state.global_step, state.log_history
+    own = {one.name for one in fields(args)} - {one.name for one in fields(DrafterTrainingArguments)}
     evaluation = last_evaluation(logs)
     if trainer.best_from is not None:
         step = state.best_global_step
@@ -58,7 +60,7 @@ def training_record(trainer: Any) -> dict[str, Any]:
         "processes": args.world_size,
         "hardware": hardware(args.device),
         "versions": versions(_PACKAGES),
-        **trainer.own_record(),
+        **{name: getattr(args, name) for name in sorted(own)},
         "weights_dtype": str(trainer.drafter.dtype).removeprefix("torch."),
         "target_dtype": str(trainer.target.dtype).removeprefix("torch."),
         "recipe": None if recipe is None else publishable(recipe),

@@ -111,11 +111,7 @@ def _evaluation(trainer: DrafterTrainer[Any]) -> dict[str, float]:
 
 
 def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
-    """Return the checkpoint to resume from.
-
-    Args:
-        output_dir: of the run.
-        asked: a checkpoint, "true" for the newest of the run, None or "false" for none.
+    """Return the checkpoint to resume from: the one `asked` for, the newest of "true", none of None or "false".
 
     Raises:
         ValueError: there is no such checkpoint, or something would be overwritten.
@@ -141,17 +137,16 @@ def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
 
 def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     """Return the model and its tokenizer."""
-    options: dict[str, Any] = {}
-    if arguments.quantization is not None:
-        fields = json_object("quantization", arguments.quantization, '{"load_in_4bit": true}')
-        options["quantization_config"] = fields
-    if arguments.attn_implementation is not None:
-        options["attn_implementation"] = arguments.attn_implementation
-    if arguments.target_revision is not None:
-        options["revision"] = arguments.target_revision
+    words = arguments.quantization
+    options = {
+        "attn_implementation": arguments.attn_implementation,
+        "revision": arguments.target_revision,
+        "quantization_config": words and json_object("quantization", words, '{"load_in_4bit": true}'),
+    }
     whole = None if device.type == "cpu" else {"": device}
+    given = {name: value for name, value in options.items() if value is not None}
     return load_target(
-        arguments.target, arguments.dtype, arguments.device_map or whole, tokenizer=arguments.tokenizer, **options
+        arguments.target, arguments.dtype, arguments.device_map or whole, tokenizer=arguments.tokenizer, **given
     )
 
 

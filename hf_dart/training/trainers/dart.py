@@ -92,17 +92,9 @@ class DartTrainer(DrafterTrainer[DartHead]):
         delta = head.selector(hidden, own, head.embed(tokens), places[..., :1], places[..., 1:])
         return annealed_kl(ranked + delta[..., 0, :], wanted, self.args.objective.gamma).sum()
 
-    def own_record(self) -> dict[str, Any]:
-        noise = {"selector_noise": self.args.selector_noise} if self.args.selector_only else {}
-        return {"selector_only": self.args.selector_only, **noise}
-
 
 def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:
-    """Freeze the parts that the losses do not reach.
-
-    Raises:
-        ValueError: the part that is to be trained is missing, or could not be trained or saved.
-    """
+    """Freeze the parts that the losses do not reach."""
     if args.selector_only:
         if head.selector is None:
             raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")

@@ -38,9 +38,6 @@ class DiffusionArguments(DrafterArguments):
     unmasking: Literal["confidence", "left_to_right"] | None = option(None, "which slots a reverse step reveals")
     context_window: int | None = option(None, "W, how many tokens back a position attends to")
     hidden_size: int | None = option(None, "default: as the target")
-    share_embeddings: bool | None = option(
-        None, "read and write tokens through the target's embeddings (default) or its own"
-    )
 
 
 @dataclass
@@ -72,7 +69,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         target, args, kwargs: as for [`DrafterTrainer`].
 
     Raises:
-        ValueError: the drafter does not fit the target, or its LM head could not be trained.
+        ValueError: the drafter does not fit the target, or has embeddings of its own.
     """
 
     drafter_arguments = (DiffusionArguments,)
@@ -81,11 +78,8 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
     def __init__(
         self, drafter: DiffusionDrafter, target: PreTrainedModel, args: DiffusionTrainingArguments, **kwargs: Any
     ) -> None:
-        if not drafter.config.share_embeddings and args.loss_chunk:
-            raise ValueError(
-                "Losses in chunks train no LM head, and this drafter has one of its own; give loss_chunk=0, or a "
-                "drafter with share_embeddings=True."
-            )
+        if not drafter.config.share_embeddings:
+            raise ValueError("A drafter that is trained has the target's embeddings; give share_embeddings=True.")
         super().__init__(drafter, target, args, **kwargs)
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
@@ -133,9 +127,6 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         """True if the text's own entries are trained as well."""
         return self.args.text_weight > 0 and not self.evaluates
 
-    def own_record(self) -> dict[str, Any]:
-        return {name: value for name in ("revealed_share", "text_weight") if (value := getattr(self.args, name))}
-
     def draft_loss(self, drafts: Drafts) -> Tensor:
         inputs, hidden = drafts.inputs, drafts.hidden
         present = inputs["anchors"] >= 0
@@ -173,9 +164,7 @@ def revealed_loss(
 
     Args:
         logits: hidden states [..., H] to logits [..., V].
-        hidden: [n, d, H].
-        labels: [n, d].
-        masked: [n, d] bool.
+        hidden, labels, masked: [n, d, H], [n, d], [n, d] bool.
         times: [n]; blocks at 1 are left out.
         chunk_size: tokens whose logits are held at a time; 0 holds all.
     """

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import EvalPrediction, PreTrainedModel, ProgressCallback
+from transformers import EvalPrediction, PreTrainedModel
 
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub.facts import TRAINING_RECORD
@@ -135,8 +135,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             # Copied text would hide what the drafter knows; trees of a given size are drafted in every round.
             tree = replace(drafter.tree_config, lookup=0, nodes=drafter.tree_config.nodes or _DECODED_NODES)
             self.add_callback(DecodingCallback(self, prompts, tree_config=tree))
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(TokenProgress())
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
 
@@ -193,10 +191,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             return objective(self.drafter.logits(hidden), drafts.goals.at(places), labels, acceptance)
 
         return chunked(block_losses, drafts.hidden, drafts.places, labels, chunk_size=self.args.loss_chunk)
-
-    def own_record(self) -> dict[str, Any]:
-        """Return further fields for the record of the training, where a kind of drafter has them."""
-        return {}
 
     # ---- the loss -----------------------------------------------------------------------------------------
 
@@ -395,16 +389,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Operations of the drafter alone, forward and backward: 6 per parameter and position."""
         positions = inputs["input_ids"].numel() + inputs["anchors"].numel() * (self.drafter.draft_length - 1)
         return 6 * self.drafter.num_parameters() * positions
-
-
-class TokenProgress(ProgressCallback):
-    """Progress bar of training that also says how many tokens were read."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Move on to the step that has ended."""
-        super().on_step_end(args, state, control, **kwargs)
-        if state.is_world_process_zero:
-            self.training_bar.set_postfix_str(f"{state.num_input_tokens_seen:,} tokens", refresh=False)
 
 
 def read_tokens(inputs: dict[str, Any]) -> Tensor:
