@@ -24,6 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hf_dart.decoding.grammars import grammars_of
 from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
@@ -54,6 +55,7 @@ class TreeGrower:
 
     Attributes:
         copied: what is copied from, and how often that was right, of each row.
+        grammars: that the rows' texts have to follow, where they are known.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class TreeGrower:
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
         self.copied = [RowCopies(text, memory, chances) for text in texts]
+        self.grammars = grammars_of(processors, texts)
         self._formula = DraftScores(config, drafter.ngram)
         self._cost = cost or partial(config.round_cost, len(texts), device.type)
         self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long))
@@ -91,6 +94,7 @@ class TreeGrower:
         joint = copy(growers[0])
         joint._texts = [text for grower in growers for text in grower._texts]
         joint._most, joint._cost, joint.copied = most, cost, []
+        joint.grammars = [grammar for grower in growers for grammar in grower.grammars]
         joint._roots_alone = DraftTree.chain(torch.zeros((len(joint._texts), 1), dtype=torch.long))
         joint._seen = SeenTokens(joint._texts) if joint._rank.needs_history else None
         return joint
@@ -133,6 +137,9 @@ class TreeGrower:
             none = torch.empty(len(deepest), 0, 1)
             return self._grown(none.long(), none[:, :, None], levels, deepest, weights, ended)
         levels = levels.beside_draft()
+        for row, grammar in enumerate(self.grammars):
+            if grammar is not None:
+                grammar.restrict(proposal, row)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
         again: list[Tensor] = []
         if refine is not None and self._config.refine and self.depth > 1 and not chain:
@@ -201,7 +208,11 @@ class TreeGrower:
         if longest <= 0:
             return [NOTHING] * len(deepest)
         ends: list[Collection[int]] = [() if over else self._ends for over in ended or [False] * len(deepest)]
-        return [row.suggest(longest, these) for row, these in zip(self.copied, ends, strict=True)]
+        found = [row.suggest(longest, these) for row, these in zip(self.copied, ends, strict=True)]
+        for row, grammar in enumerate(self.grammars):
+            if grammar is not None and not (ended and ended[row]):
+                found[row] = grammar.copies(found[row], longest)
+        return found
 
     def _may_pay(self, copies: Sequence[Copies], weights: list[float] | None) -> bool:
         """Return False if verifying these copies alone cannot pay: an upper bound, for which no tree is grown."""

@@ -154,7 +154,8 @@ class Session:
         limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         ended = self.rows.ended if self.rows.in_step else None
-        looks, weights = self.pace.looks_for_copies(), row_weights(self.rows.emitted, limits)
+        looks = self.pace.looks_for_copies() or any(self.grower.grammars)
+        weights = row_weights(self.rows.emitted, limits)
         found = self.grower.copies(deepest, ended) if looks else [NOTHING] * len(limits)
         mode, copies = self.pace.choose(found, weights, deepest)
         return Budget(limits, deepest, weights, copies, mode)

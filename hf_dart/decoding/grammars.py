@@ -1,0 +1,225 @@
+"""Grammars that a text has to follow, asked ahead of it: tokens that they force are drafted without a drafter.
+
+A grammar library masks the target's scores by a logits processor, in stock `generate` as here. What its processor was
+made from is asked a second time, by a matcher of our own, for the tokens that may come: the draft tree holds what is
+forced and leaves out what is not allowed. No draft can change the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import exp, log
+from operator import eq
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from transformers import LogitsProcessorList
+
+from hf_dart.drafters.base import Proposal
+from hf_dart.trees.copies import Copies
+from hf_dart.trees.tree import STEP
+
+_WEIGHT, _CHANCE = 20.0, 0.95  # as if so many forced tokens had come before: the target decides how a string is split
+_MOST = 32  # forced tokens that are looked for
+
+
+class Grammar(Protocol):
+    """Grammar of one text, asked about any text that it may become; texts begin after the prompt.
+
+    A logits processor that has one offers it as `grammar(row)`.
+    """
+
+    def allowed(self, text: Sequence[int]) -> ArrayLike:
+        """Return the tokens [n] that may follow `text`; none if `text` is not allowed, or complete."""
+
+    def forced(self, text: Sequence[int]) -> Sequence[int]:
+        """Return the tokens that follow `text` in all likelihood, as the grammar allows nothing else to be written."""
+
+
+class _OutlinesCore:
+    def __init__(self, index: Any) -> None:
+        self._index = index
+
+    def allowed(self, text: Sequence[int]) -> Sequence[int]:
+        state = self._index.get_initial_state()
+        for token in text:
+            state = self._index.get_next_state(state, token)
+            if state is None:
+                return ()
+        return self._index.get_allowed_tokens(state)
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        while len(found) < _MOST and len(only := self.allowed([*text, *found])) == 1:
+            found += only
+        return found
+
+
+class _Matcher:
+    """Grammar by a matcher that takes token after token, and takes them back."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher, self._text = matcher, list[int]()
+
+    def _accepts(self, token: int) -> bool:
+        raise NotImplementedError
+
+    def _at(self, text: Sequence[int]) -> bool:
+        """Move the matcher to the end of `text`; return False if that is not allowed."""
+        same = 0
+        while same < min(len(text), len(self._text)) and text[same] == self._text[same]:
+            same += 1
+        if same < len(self._text):
+            self._matcher.rollback(len(self._text) - same)
+            del self._text[same:]
+        for token in text[same:]:
+            if not self._accepts(token):
+                return False
+            self._text.append(token)
+        return True
+
+
+def _tokens(mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the places of the bits that are set in bytes."""
+    return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
+
+
+class _XGrammar(_Matcher):
+    def __init__(self, compiled: Any) -> None:
+        import xgrammar
+
+        super().__init__(xgrammar.GrammarMatcher(compiled))
+        self._bits = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
+        self._bytes = compiled.tokenizer_info.decoded_vocab
+
+    def _accepts(self, token: int) -> bool:
+        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+
+    def allowed(self, text: Sequence[int]) -> ArrayLike:
+        if not self._at(text) or self._matcher.is_terminated():
+            return ()
+        self._matcher.fill_next_token_bitmask(self._bits)
+        return _tokens(self._bits.numpy().view(np.uint8))
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        while len(found) < _MOST:
+            allowed = np.asarray(self.allowed([*text, *found]))
+            if len(allowed) > 1:  # the longest one that the forced string begins with
+                string = self._matcher.find_jump_forward_string().encode()
+                sizes = [len(self._bytes[token]) for token in allowed] if string else []
+                inside = [size if size <= len(string) else 0 for size in sizes]
+                allowed = allowed[[int(np.argmax(inside))]] if any(inside) else allowed[:0]
+            if not len(allowed):
+                break
+            found.append(int(allowed[0]))
+        return found
+
+
+class _LLGuidance(_Matcher):
+    def _accepts(self, token: int) -> bool:
+        return self._matcher.try_consume_tokens([token]) == 1
+
+    def allowed(self, text: Sequence[int]) -> ArrayLike:
+        if not self._at(text) or self._matcher.is_stopped():
+            return ()
+        return _tokens(np.frombuffer(self._matcher.compute_bitmask(), np.uint8))
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        return self._matcher.compute_ff_tokens() if self._at(text) else []
+
+
+def _grammar(processor: Any, row: int) -> Grammar | None:
+    """Return the grammar of one row's text by a logits processor; None if it has none that can be asked."""
+    if hasattr(processor, "grammar") and callable(processor.grammar):
+        return processor.grammar(row)
+    kind = f"{type(processor).__module__}.{type(processor).__name__}"
+    if kind == "xgrammar.contrib.hf.LogitsProcessor":
+        compiled = processor.compiled_grammars
+        return _XGrammar(compiled[row if len(compiled) > 1 else 0])
+    if kind == "outlines.backends.xgrammar.XGrammarLogitsProcessor":
+        return _XGrammar(processor.compiled_grammar)
+    if kind == "outlines.backends.llguidance.LLGuidanceLogitsProcessor":
+        from llguidance import LLMatcher
+
+        return _LLGuidance(LLMatcher(processor.llg_tokenizer, processor.grammar))
+    if kind == "outlines.backends.outlines_core.OutlinesCoreLogitsProcessor":
+        return _OutlinesCore(processor.index)
+    return None
+
+
+class RowGrammar:
+    """Grammar of a row's text, as it grows.
+
+    Args:
+        grammar: of the text after the prompt.
+        text: the row's token ids, so far the prompt; the list is shared and grows from outside.
+    """
+
+    def __init__(self, grammar: Grammar, text: list[int]) -> None:
+        self._grammar, self._text, self._start = grammar, text, len(text)
+        self._run, self._at = list[int](), 0
+        self._right, self._seen = _WEIGHT * _CHANCE, _WEIGHT
+
+    def copies(self, found: Copies, depth: int) -> Copies:
+        """Return what is allowed of `found`, or what is forced as a chain at most `depth` long: the likelier one."""
+        written = self._text[self._start :]
+        came = [*map(eq, self._run, self._text[self._at :])]
+        right = came.index(False) if False in came else len(came)
+        self._right, self._seen = self._right + right, self._seen + right + (right < len(came))
+        self._run, self._at = [*self._grammar.forced(written)][:depth], len(self._text)
+        count, step = len(self._run), log(min(self._right / self._seen, 1 - STEP))
+        totals = [depth * step for depth in range(1, count + 1)]
+        forced = Copies(self._run, [*range(-1, count - 1)], [*range(1, count + 1)], totals)
+        return max(self._allowed(found, written), forced, key=lambda one: sum(map(exp, one.totals)))
+
+    def _allowed(self, found: Copies, written: list[int]) -> Copies:
+        """Return the nodes of copies after the text `written` whose paths are allowed."""
+        paths: dict[int, list[int]] = {-1: []}
+        following: dict[int, np.ndarray[Any, Any]] = {}
+        for node, (token, parent) in enumerate(zip(found.tokens, found.parents, strict=True)):
+            if parent in paths:
+                if parent not in following:
+                    following[parent] = np.asarray(self._grammar.allowed([*written, *paths[parent]]))
+                if (following[parent] == token).any():
+                    paths[node] = [*paths[parent], token]
+        if len(paths) > len(found):
+            return found
+        place = {node: number for number, node in enumerate(paths, start=-1)}
+        nodes = [*paths][1:]
+        return Copies(
+            [found.tokens[node] for node in nodes],
+            [place[found.parents[node]] for node in nodes],
+            [found.depths[node] for node in nodes],
+            [found.totals[node] for node in nodes],
+        )
+
+    def restrict(self, proposal: Proposal, row: int) -> None:
+        """Take what is not allowed out of the draft of a row, up to the token after what is forced."""
+        written = self._text[self._start :]
+        if self._at != len(self._text):
+            self._run = []
+        for depth in range(min(len(self._run) + 1, proposal.logits.shape[1])):
+            known = depth < len(self._run)
+            allowed = self._run[depth : depth + 1] if known else self._grammar.allowed([*written, *self._run[:depth]])
+            logits, tokens = proposal.logits[row, depth], proposal.vocabulary
+            tokens = torch.arange(len(logits), device=logits.device) if tokens is None else tokens
+            mask = torch.isin(tokens, torch.as_tensor(allowed, dtype=torch.long, device=tokens.device))
+            if mask.any():
+                logits.masked_fill_(~mask, -torch.inf)
+
+
+def grammars_of(processors: LogitsProcessorList, texts: list[list[int]]) -> list[RowGrammar | None]:
+    """Return the grammar of each text by the first processor that has one; None where none has.
+
+    Args:
+        processors: of a call.
+        texts: per row its prompt; the lists are shared and grow from outside.
+    """
+    for processor in processors:
+        found = [_grammar(processor, row) for row in range(len(texts))]
+        if any(found):
+            return [RowGrammar(one, text) if one else None for one, text in zip(found, texts, strict=True)]
+    return [None] * len(texts)

@@ -1,0 +1,224 @@
+"""Grammars asked ahead of a text: what they force is drafted, and no token of the output changes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.compare import assert_identical, tally
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import AutoTokenizer, LogitsProcessor
+
+from hf_dart import LookupDrafter, attach
+from hf_dart.decoding.grammars import RowGrammar
+from hf_dart.drafters.base import Proposal
+from hf_dart.hub.loading import PACKAGED_TARGET
+from hf_dart.trees.copies import Copies
+
+FORM = [{5}, {6}, {7}, {2, 3, 4, 8}, {9}, {10}, {11, 12}]
+"""Tokens that are allowed one after the other, over and over."""
+
+
+class Form:
+    """The grammar of `FORM`."""
+
+    def allowed(self, text: Sequence[int]) -> list[int]:
+        fits = all(token in FORM[place % len(FORM)] for place, token in enumerate(text))
+        return sorted(FORM[len(text) % len(FORM)]) if fits else []
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        while len(only := self.allowed([*text, *found])) == 1:
+            found += only
+        return found
+
+
+class FormProcessor(LogitsProcessor):
+    """Allows what `FORM` does after prompts of a length; offers its grammar."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt
+
+    def grammar(self, row: int) -> Form:
+        return Form()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        allowed = FORM[(input_ids.shape[1] - self.prompt) % len(FORM)]
+        return scores.masked_fill(~torch.isin(torch.arange(scores.shape[-1]), torch.tensor([*allowed])), -torch.inf)
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return attach(tiny_target("llama"))
+
+
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize("lengths", [[6], [6, 3, 5]])
+@pytest.mark.parametrize("kind", ["lookup", "head"])
+def test_forced_tokens_are_drafted(target: Any, kind: str, lengths: list[int], sample: bool) -> None:
+    drafter = LookupDrafter() if kind == "lookup" else tiny_head(target)
+    options = {"do_sample": sample, "max_new_tokens": 40, "logits_processor": [FormProcessor(max(lengths))]}
+    for seed in range(3):
+        assert_identical(target, drafter, prompts(lengths, seed), seed=seed, eos_token_id=None, **options)
+        assert drafter.last_stats.tau > (2.0 if kind == "lookup" else 1.3), drafter.last_stats.tau
+
+
+def test_ends_and_new_calls(target: Any) -> None:
+    """A token of the grammar ends the text; the next call begins at the start of the grammar."""
+    total = tally("grammar that ends", least=1.2)
+    options = {"do_sample": True, "max_new_tokens": 40, "eos_token_id": [8, 12], "pad_token_id": 0}
+    for seed in range(4):
+        processors = [FormProcessor(6)]
+        inputs = prompts([6, 4], seed)
+        assert_identical(target, LookupDrafter(), inputs, seed=seed, into=total, logits_processor=processors, **options)
+
+
+def proposal(depth: int = 5, vocabulary: Tensor | None = None) -> Proposal:
+    columns = VOCABULARY if vocabulary is None else len(vocabulary)
+    logits = torch.randn(1, depth, columns, generator=torch.Generator().manual_seed(0))
+    return Proposal(logits, logits, vocabulary)
+
+
+@pytest.mark.parametrize("vocabulary", [None, [1, 2, 5, 6, 8, 9, 20]])
+def test_drafts_hold_what_is_allowed(vocabulary: list[int] | None) -> None:
+    text = [1, 1, 5]
+    row = RowGrammar(Form(), text[:2])
+    row._text = text
+    assert row.copies(Copies([], [], [], []), 4).tokens == [6, 7]
+    draft = proposal(vocabulary=None if vocabulary is None else torch.tensor(vocabulary))
+    before = draft.logits.clone()
+    row.restrict(draft, 0)
+    tokens = vocabulary or range(VOCABULARY)
+    for depth, allowed in enumerate([{6}, {7}, FORM[3]]):
+        left = {token for token, logit in zip(tokens, draft.logits[0, depth], strict=True) if logit.isfinite()}
+        assert left == ({*tokens} & allowed or {*tokens}), depth  # where the drafter has none, it goes unchanged
+    assert torch.equal(draft.logits[0, 3:], before[0, 3:])  # after a token that is free, nothing is known
+    text += [6, 7, 8]
+    draft = proposal()
+    row.restrict(draft, 0)  # no copies were asked for here: one depth
+    assert draft.logits[0].isfinite().sum(-1).tolist() == [1, *[VOCABULARY] * 4]
+
+
+def test_copies_that_are_not_allowed_are_left_out() -> None:
+    text = [1, 5, 6, 7]
+    row = RowGrammar(Form(), text[:1])
+    row._text = text
+    totals = [-0.1 * node for node in range(7)]
+    found = row.copies(Copies([3, 20, 9, 2, 10, 9, 4], [-1, -1, 0, 1, 2, 0, 5], [1, 1, 2, 2, 3, 2, 3], totals), 8)
+    assert (found.tokens, found.parents, found.depths) == ([3, 9, 10, 9], [-1, 0, 1, 0], [1, 2, 3, 2])
+    assert found.totals == [0.0, -0.2, -0.4, -0.5]
+
+
+def test_what_did_not_come_is_less_likely() -> None:
+    class Wrong(Form):
+        def forced(self, text: Sequence[int]) -> list[int]:
+            return [5, 6]
+
+    text = [1]
+    row = RowGrammar(Wrong(), text)
+    first = row.copies(Copies([], [], [], []), 4).totals
+    for _ in range(20):
+        text.append(7)
+        later = row.copies(Copies([], [], [], []), 4).totals
+    assert later[0] < first[0] - 0.5
+
+
+# ---- the processors of other packages -----------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "rows": {
+            "type": "array",
+            "minItems": 2,
+            "maxItems": 2,
+            "items": {
+                "type": "object",
+                "properties": {"number": {"enum": [1, 20, 300]}, "sorted": {"type": "boolean"}},
+                "required": ["number", "sorted"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["name", "rows"],
+    "additionalProperties": False,
+}
+
+
+def xgrammar_processor(tokenizer: Any, size: int) -> Any:
+    import xgrammar
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
+    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
+    return lambda: {"logits_processor": [LogitsProcessor(compiled)]}
+
+
+def llguidance_processor(tokenizer: Any, size: int) -> Any:
+    import llguidance
+    from llguidance.hf import from_tokenizer
+    from outlines.backends.llguidance import LLGuidanceLogitsProcessor
+
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), defaults={"whitespace_flexible": False})
+    known = from_tokenizer(tokenizer, n_vocab=size)
+    return lambda: {"logits_processor": [LLGuidanceLogitsProcessor(grammar, known, "torch")]}
+
+
+def outlines_processor(tokenizer: Any, size: int) -> Any:
+    from outlines.backends.outlines_core import OutlinesCoreBackend
+    from outlines.models import Transformers
+
+    backend = OutlinesCoreBackend(Transformers(SimpleNamespace(), tokenizer))
+    form = r'\{"name": "[a-z]{1,4}", "rows": \[(true|false), (true|false)\]\}'
+    index = backend.get_regex_logits_processor(form).index
+
+    def again() -> dict[str, Any]:
+        from outlines.backends.outlines_core import OutlinesCoreLogitsProcessor
+
+        return {"logits_processor": [OutlinesCoreLogitsProcessor(index, "torch")]}
+
+    return again
+
+
+@pytest.fixture(scope="module")
+def packaged() -> tuple[Any, Any]:
+    """The packaged target, and its tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
+    return attach(AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float64)), tokenizer
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of those packages
+@pytest.mark.parametrize("sample", [False, True])
+@pytest.mark.parametrize(
+    ("package", "make", "least"),
+    [
+        ("xgrammar", xgrammar_processor, 1.5),
+        ("llguidance", llguidance_processor, 1.5),
+        ("outlines_core", outlines_processor, 1.2),
+    ],
+)
+def test_processors_of_other_packages(packaged: Any, package: str, make: Any, least: float, sample: bool) -> None:
+    pytest.importorskip(package)
+    if make in (llguidance_processor, outlines_processor):
+        pytest.importorskip("outlines")
+    model, tokenizer = packaged
+    options = make(tokenizer, model.config.vocab_size)
+    inputs = tokenizer(["import json\nrow = ", "x = "], return_tensors="pt", padding=True, padding_side="left")
+    for rows in (1, 2):
+        some = {name: part[:rows] for name, part in inputs.items()}
+        written = []
+        for assistant in (None, drafter := LookupDrafter()):
+            torch.manual_seed(rows)
+            written.append(
+                model.generate(**some, **options(), assistant=assistant, do_sample=sample, max_new_tokens=60)
+            )
+        assert torch.equal(*written)
+        assert drafter.last_stats.tau > least, drafter.last_stats.tau
