@@ -12,19 +12,27 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import AttachedGenerate, attach, detach
+from hf_dart.decoding.suffix_store import SuffixStore
+from hf_dart.drafters.compatibility import unwrapped
+from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.registry import registered
+from hf_dart.errors import sentence
 from hf_dart.hub.download import HUB_OPTIONS, head_config, tensor_names
+from hf_dart.hub.published import path_of, published_drafters
 
+_AUTO = "auto"
 _LOGGER = logging.getLogger(__name__)
 
 
 def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     """Load the drafter in a folder or Hub repository, of whichever kind and format its config.json says.
 
-    A log record of level INFO says in one sentence what was found there.
+    A log record of level INFO says in one sentence what was found there. With "auto" it is the best published drafter
+    that is known for the target (`hf-dart info MODEL` lists them) and can be loaded; where there is none, copied text
+    drafts ([`LookupDrafter`]), that of earlier calls too ([`SuffixStore`]), as a warning says.
 
     Args:
-        path: a folder or a Hub repository.
+        path: a folder or a Hub repository, or "auto".
         default: let every later `generate` of `target` draft with it, as `hf_dart.attach(target, drafter)` does.
         options: as for the `from_pretrained` of [`DartHead`] and the others: target, tokenizer, revision, token, ...
 
@@ -36,8 +44,11 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
         TypeError: an option is unknown, or `target` is no model.
         ValueError: drafter and target do not fit together, or the files are not those of a drafter.
     """
-    if default and options.get("target") is None:
-        raise ValueError("default=True needs the target that shall draft; pass target=model.")
+    if options.get("target") is None and (default or path == _AUTO):
+        asked = "default=True" if default else "load_drafter('auto')"
+        raise ValueError(f"{asked} needs the target that shall draft; pass target=model.")
+    if path == _AUTO:
+        return _best_drafter(default, **options)
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     content = head_config(path, **where)[0]
     kinds, names = registered(), cache(partial(tensor_names, path, **where))
@@ -48,6 +59,24 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     _LOGGER.info("%s holds %s, which %s reads.", path, found or kind.called, kind.drafter.__name__)
     if default:
         attach(options["target"], drafter)
+    return drafter
+
+
+def _best_drafter(default: bool, target: PreTrainedModel, **options: Any) -> Any:
+    """Return the first drafter of the table that can be loaded for a target; else one of copied text."""
+    model = unwrapped(target)
+    for known in published_drafters(model.config)[1]:
+        try:
+            return load_drafter(path_of(known["repository"]), default=default, target=target, **options)
+        except (OSError, ValueError) as reason:
+            _LOGGER.info("%s is not used: %s", known["repository"], sentence(reason))
+    _LOGGER.warning(
+        f"hf_dart: no published drafter of {model.config.name_or_path or type(model).__name__} can be loaded, so text "
+        "is copied from this call and earlier ones; `hf-dart info` says what is known, and how to train a head."
+    )
+    drafter = LookupDrafter()
+    attach(target, drafter if default else None)
+    model.generate.memory = model.generate.memory or SuffixStore().namespace("")
     return drafter
 
 

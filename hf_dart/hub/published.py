@@ -1,0 +1,46 @@
+"""Published drafters of known targets, by the table `published.json` of this package."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD
+
+
+@cache
+def published_table() -> dict[str, Any]:
+    """Return the table: its `date`, and known `targets`, each with its `drafters`, best first.
+
+    What was published of a drafter comes first: those with an `acceptance` (tokens per forward of the target) by that,
+    others after them. Figures of several sources were measured under several settings, none of them with hf_dart.
+    """
+    return json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+
+
+def published_drafters(config: Any) -> tuple[str, list[dict[str, Any]]]:
+    """Return the known target that a config is of, and its drafters, best first; "" and none for other targets.
+
+    A target is known by the name that it was loaded by, or else by its architecture and sizes: then it may be a
+    fine-tune of the one that the drafters were trained for, for which fewer of their tokens are accepted.
+
+    Args:
+        config: of the target.
+    """
+    name, text = str(config.name_or_path).rstrip("/").lower(), config.get_text_config(decoder=True)
+    fits = [
+        known
+        for known in published_table()["targets"]
+        if all(getattr(text, field, None) == size for field, size in known.get("sizes", {}).items())
+    ]
+    named = [known for known in fits if known["name"].lower().rpartition("/")[2] == name.rpartition("/")[2]]
+    unknown: dict[str, Any] = {"name": "", "drafters": []}
+    found = next(iter(named or [known for known in fits if "sizes" in known]), unknown)
+    return found["name"], found["drafters"]
+
+
+def path_of(repository: str) -> str:
+    """Return the folder or Hub id that the `repository` of the table stands for."""
+    return str(PACKAGED_HEAD) if repository == PACKAGED else repository

@@ -1,0 +1,57 @@
+"""`load_drafter("auto")`: the best known drafter that can be loaded, or copies of earlier text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_head, tiny_target
+
+from hf_dart import DartHead, LookupDrafter, load_drafter
+from hf_dart.decoding import load_drafter as module
+
+GREEDY = {"do_sample": False, "max_new_tokens": 40}
+
+
+def known_are(*paths: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafters = [{"repository": str(path)} for path in paths]
+    monkeypatch.setattr(module, "published_drafters", lambda config: ("known", drafters))
+
+
+def test_the_first_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """One that is not there, and one of another target, are passed over."""
+    target = tiny_target("llama")
+    tiny_head(tiny_target("llama", hidden_size=16)).save_pretrained(tmp_path / "other")
+    tiny_head(target, draft_length=3).save_pretrained(tmp_path / "head")
+    known_are("someone/offline", tmp_path / "other", tmp_path / "head", monkeypatch=monkeypatch)
+    drafter = load_drafter("auto", target=target, default=True)
+    assert isinstance(drafter, DartHead)
+    assert drafter.draft_length == 3
+    assert target.generate.default is drafter
+    assert target.generate.memory is None
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("default", [False, True])
+def test_copies_where_there_is_none(default: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Exact, from this text and those of earlier calls, and said in one line."""
+    target = tiny_target("llama")
+    drafter = load_drafter("auto", target=target, default=default)
+    (message,) = caplog.messages
+    assert "no published drafter of LlamaForCausalLM can be loaded" in message
+    assert isinstance(drafter, LookupDrafter)
+    assert (target.generate.default is drafter) == default
+    for _ in range(2):
+        assert_identical(target, drafter, prompts([9]), **GREEDY)
+    assert drafter.last_stats.tau > 1.3
+    assert target.generate.memory.store.tokens > 40, "texts of these calls"
+    called = [target.generate(**prompts([9]), **GREEDY, **drafting) for drafting in ({}, {"assistant": None})]
+    assert torch.equal(*called)
+
+
+def test_whose() -> None:
+    with pytest.raises(ValueError, match=r"^load_drafter\('auto'\) needs the target"):
+        load_drafter("auto")

@@ -1,0 +1,54 @@
+"""The table of published drafters: what stands in it, and which target is which."""
+
+from __future__ import annotations
+
+from datetime import date
+
+import pytest
+from transformers import AutoConfig, Qwen3Config
+
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.published import path_of, published_drafters, published_table
+
+SIZES = {"hidden_size": 2560, "num_hidden_layers": 36, "vocab_size": 151936}
+
+
+def test_the_table_is_whole() -> None:
+    """Each target once; drafters whose acceptance is known first, from the largest on."""
+    table = published_table()
+    assert date.fromisoformat(table["date"]) <= date.today()
+    names = [known["name"] for known in table["targets"]]
+    assert len({*names}) == len(names)
+    for known in table["targets"]:
+        assert known.keys() <= {"name", "sizes", "drafters"}
+        assert known.get("sizes", {}).keys() <= {"model_type", "hidden_size", "num_hidden_layers", "vocab_size"}
+        assert all(one.keys() - {"acceptance"} == {"repository", "source"} for one in known["drafters"])
+        assert all(one["repository"].count("/") == 1 or one["repository"] == "packaged" for one in known["drafters"])
+        taus = [one.get("acceptance", 0) for one in known["drafters"]]
+        assert taus == sorted(taus, reverse=True) != []
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "known"),
+    [
+        ("Qwen/Qwen3-4B", SIZES, "Qwen/Qwen3-4B"),
+        ("/models/qwen3-4b/", SIZES, "Qwen/Qwen3-4B"),
+        ("", SIZES, "Qwen/Qwen3-4B"),
+        ("someone/a-fine-tune", SIZES, "Qwen/Qwen3-4B"),
+        ("Qwen/Qwen3-4B", {**SIZES, "hidden_size": 64}, ""),
+        ("Qwen/Qwen3.8-27B", {**SIZES, "hidden_size": 64}, "Qwen/Qwen3.8-27B"),
+        ("", {**SIZES, "vocab_size": 151937}, ""),
+    ],
+)
+def test_which_target_is_which(name: str, sizes: dict[str, int], known: str) -> None:
+    config = Qwen3Config(**sizes)
+    config.name_or_path = name
+    found, drafters = published_drafters(config)
+    assert found == known
+    assert bool(drafters) == bool(known)
+
+
+def test_the_packaged_pair() -> None:
+    _, (known,) = published_drafters(AutoConfig.from_pretrained(PACKAGED_TARGET))
+    assert path_of(known["repository"]) == str(PACKAGED_HEAD)
+    assert path_of("JetSpec/jetspec-qwen3-8b") == "JetSpec/jetspec-qwen3-8b"
