@@ -249,7 +249,11 @@ def _refuse(
         raise ValueError("assistant_ensemble_weight trades exactness for speed; leave it or custom_generate= out.")
     cache, extra = refuse_cache(kwargs.get(cache_name(model))), extra_inputs(model, kwargs)
     overshot = [type(one).__name__ for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
-    disturbed = [type(one).__name__ for one in processors if type(one) in _KEEPS_STATE or not _is_stocks(one)]
+    disturbed = [
+        kind.__name__
+        for kind in map(type, processors)
+        if kind in _KEEPS_STATE or not kind.__module__.startswith("transformers.")
+    ]
     lengths = {one.max_length for one in criteria if type(one) is MaxLengthCriteria}
     enders = {int(token) for one in criteria if type(one) is EosTokenCriteria for token in one.eos_token_id}
     eos = config._eos_token_tensor
@@ -276,7 +280,3 @@ def _refuse(
                 f"transformers' assisted loop {what}; use hf_dart's own (assistant= in place of custom_generate=), or "
                 "generate without drafts."
             )
-
-
-def _is_stocks(processor: Any) -> bool:
-    return type(processor).__module__.startswith("transformers.")

@@ -150,20 +150,7 @@ def admit(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Request:
-    """Return a call as a `Request`, from what stock's `generate` hands a callable.
-
-    Args:
-        model: the target.
-        input_ids: [B, P] left-padded prompts.
-        logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
-        assistant: the drafter.
-        tree_config: replaces `assistant.tree_config` for this call.
-        refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
-        trace: keep every round and its tree in the statistics (`hf_dart.View` shows them).
-        memory: a [`SuffixStore`], or a namespace of one, that the call copies from and is kept in; None for none.
-        synced_gpus: as `generate` was told.
-        streamer: is told of the prompt and of every token; None for none.
-        model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
+    """Return a call as a `Request`, from what stock's `generate` hands a callable, and the keywords of `api.generate`.
 
     Raises:
         TypeError: an argument is of another type.

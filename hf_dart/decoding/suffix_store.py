@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -21,9 +21,6 @@ from hf_dart.drafters.base import Verified
 from hf_dart.models.tokenizers import same_vocabulary, vocabulary_hash
 from hf_dart.trees.copies import LONGEST, PRIOR, CopyCounts, TextIndex
 from hf_dart.trees.costs import Array
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.session import Session
 
 FORMAT, VERSION = "hf_dart.memory", "1"
 _ARRAYS = ("tokens", "owners", "right", "seen")
@@ -299,7 +296,7 @@ def namespace_of(memory: Any) -> Namespace | None:
 class Remembers:
     """Observer of one call (`decoding.session.Observer`), whose texts a namespace takes in at its end."""
 
-    def __init__(self, session: Session, memory: Namespace) -> None:
+    def __init__(self, session: Any, memory: Namespace) -> None:
         self._session, self._memory, self._told = session, memory, False
 
     def verified(self, seen: Verified, logits: Any) -> None:

@@ -19,11 +19,11 @@ from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session
 from hf_dart.drafters.base import Drafter
 from hf_dart.engine.compiling import EngineConfig
-from hf_dart.engine.graphs import Capture, Pool, memory_pool
+from hf_dart.engine.graphs import Capture, memory_pool
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.tier import Tier, drafts_on_fixed_shapes
 from hf_dart.models.devices import matmul_precision, state_of
-from hf_dart.models.identity import identity
+from hf_dart.models.identity import identity, users_hooks
 from hf_dart.models.positions import moving_rotary
 from hf_dart.models.processes import group_of
 from hf_dart.models.running_states.mixers import takes_levels
@@ -102,8 +102,7 @@ class Engine:
 
     def _clear(self) -> None:
         self._tiers = {}
-        self._memory = Memory()
-        self._pool: Pool | None = None  # a new one with the next graph: a pool may end with its last graph
+        self._capture: Capture | None = None  # a new one with the next graph: a pool may end with its last graph
 
     def run(self, session: Session) -> None:
         """Bring a prefilled session to its end, or as far as its rounds can run here; others go on from there."""
@@ -173,17 +172,16 @@ class Engine:
 
     def _make(self, session: Session, slots: int, nodes: int) -> Tier:
         """Return a tier; where memory is short, in the place of all that were kept."""
+        pool = memory_pool(session.request.model.device)
+        self._capture = self._capture or Capture(self.config, pool, Memory())
         try:
-            return Tier(session, slots, nodes, self._capture(session))
+            return Tier(session, slots, nodes, self._capture)
         except torch.OutOfMemoryError:
             pass  # the error refers to what was made so far, until this block ends
         self._clear()
         gc.collect()  # frees it
-        return Tier(session, slots, nodes, self._capture(session))
-
-    def _capture(self, session: Session) -> Capture:
-        self._pool = self._pool or memory_pool(session.request.model.device)
-        return Capture(self.config, self._pool, self._memory)
+        self._capture = Capture(self.config, pool, Memory())
+        return Tier(session, slots, nodes, self._capture)
 
     def _warn(self, reason: str) -> None:
         sentence = f"This call runs uncompiled: {reason}."
@@ -206,7 +204,7 @@ def why_not(session: Session) -> str | None:
         (len({weight.device for weight in _tensors(parts)}) > 1, "the target does not lie on one device"),
         (group_of(target) is not None, "several processes hold the target together"),
         (any(hasattr(part, "_hf_hook") for part in parts), "the target is offloaded by accelerate"),
-        (any(map(_hooked, parts)), "the target has forward hooks, which a captured forward would not call"),
+        (any(map(users_hooks, parts)), "the target has forward hooks, which a captured forward would not call"),
     ]
     return next((reason for holds, reason in asked if holds), None)
 
@@ -254,12 +252,6 @@ def _precision() -> list[Any]:
     reduced = (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction)
     kernels = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
     return [matmul_precision(), *map(str, reduced), *kernels, backends.cudnn_sdp_enabled(), torch.get_num_threads()]
-
-
-def _hooked(part: torch.nn.Module) -> bool:
-    """Return True if a module has hooks of the user's; transformers' own stay installed and are idle in a round."""
-    hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-    return any(not str(getattr(hook, "__module__", "")).startswith("transformers.") for hook in hooks)
 
 
 def _message(failure: Exception) -> str:

@@ -50,8 +50,8 @@ class Launch:
     Args:
         step: the function. It reads nothing back to the host.
         device: where it computes.
-        pool: of `memory_pool`; its graphs never run at the same time, and nothing that one leaves there is read by
-            another.
+        pool: of `memory_pool`, None where there are no graphs; its graphs never run at the same time, and nothing that
+            one leaves there is read by another.
         run_uncompiled: the same function, of which nothing is compiled. It is tried first, so that what cannot be
             captured is told before a capture is begun, which would leave PyTorch's generators and its allocator in the
             middle of one.
@@ -64,18 +64,17 @@ class Launch:
         self,
         step: Callable[[], None],
         device: torch.device,
-        pool: Pool | None = None,
-        run_uncompiled: Callable[[], None] | None = None,
+        pool: Pool | None,
+        run_uncompiled: Callable[[], None],
     ) -> None:
         self._launch = step
-        if device.type == "cuda":
-            if run_uncompiled is not None:
-                run_uncompiled()  # tensors made on first use may come from the host
-                with NoHost():
-                    run_uncompiled()
-            self._launch = _captured(step, device, pool or _pool(device)).replay
-        else:
+        if pool is None:
             step()
+            return
+        run_uncompiled()  # tensors made on first use may come from the host
+        with NoHost():
+            run_uncompiled()
+        self._launch = _captured(step, device, pool).replay
 
     def __call__(self) -> None:
         """Run the captured part once more; on a GPU the host does not wait."""
@@ -121,11 +120,7 @@ class NoHost(TorchDispatchMode):
 
 def memory_pool(device: torch.device) -> Pool | None:
     """Return a pool for several `Launch`es; None where there are no graphs."""
-    return _pool(device) if device.type == "cuda" else None
-
-
-def _pool(device: torch.device) -> Pool:
-    return Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+    return Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
 
 def _captured(step: Callable[[], None], device: torch.device, pool: Pool) -> torch.cuda.CUDAGraph:

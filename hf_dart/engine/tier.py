@@ -138,11 +138,6 @@ class Tier:
 
     # ---- in the place of a session's own parts ------------------------------------------------------
 
-    @property
-    def hidden_states(self) -> tuple[Tensor, ...]:
-        """None: calls that collect hidden states are not captured."""
-        return ()
-
     def depth_room(self) -> list[int]:
         """See `Verifier.depth_room`."""
         return self._verify.depth_room()

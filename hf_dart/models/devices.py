@@ -167,8 +167,4 @@ class TargetModules:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Leave the target out of a pickled drafter: its modules are no part of it, and `bind` lends them again."""
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    """Return None in the place of the target, which a pickle leaves out."""
+        return type(None), ()

@@ -31,10 +31,7 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     for part in parts:
         own_forward = forward_before(part)
         if part._forward_pre_hooks or part._forward_hooks or own_forward is not None:
-            hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-            # Hooks of transformers, added by the first call that asks for hidden states, change nothing.
-            own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
-            code += map(_code_of, own)
+            code += map(_code_of, users_hooks(part))
             if own_forward is not None:
                 code.append(_code_of(own_forward))
     adapters = frozenset(str(config.peft_type) for config in getattr(model, "peft_config", {}).values())
@@ -42,6 +39,12 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     code += [_code_of(registered(interface, attention)) for interface in (AttentionInterface, AttentionMaskInterface)]
     multiplied = autocast_dtype(device_of(model.get_input_embeddings()))
     return attention, model.dtype, multiplied, kinds, modes, tuple(code), adapters
+
+
+def users_hooks(part: nn.Module) -> list[Any]:
+    """Return a module's hooks but those of transformers, added where hidden states are asked for, which do nothing."""
+    hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
 
 
 def _code_of(function: Any) -> Any:

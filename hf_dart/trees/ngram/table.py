@@ -7,7 +7,7 @@ that are looked at are ever read. `docs/ngram_table.md` describes the file; `bui
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,8 @@ class NgramTable:
         for order, keys, counts, least in zip(
             range(2, spec.order + 1), self.keys, self.counts, self.min_counts, strict=True
         ):
-            for start, stop in _spans(len(keys)):
+            for start in range(0, len(keys), _CHECKED_AT_ONCE):
+                stop = start + _CHECKED_AT_ONCE
                 part = keys[max(start - 1, 0) : stop]  # with the one before
                 if not (part[1:] > part[:-1]).all():
                     raise ValueError(f"{damaged}its keys of order {order} are not sorted.")
@@ -260,11 +261,6 @@ def write_metadata(spec: NgramSpec, tokens: int, min_counts: Sequence[int]) -> d
         "tokens": str(tokens),
         "min_counts": ",".join(map(str, min_counts)),
     }
-
-
-def _spans(length: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, length, _CHECKED_AT_ONCE):
-        yield start, min(start + _CHECKED_AT_ONCE, length)
 
 
 def _tokens_below(keys: Array, order: int, spec: NgramSpec) -> bool:
