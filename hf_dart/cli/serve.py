@@ -15,6 +15,7 @@ from hf_dart.errors import UserError, read_text
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _KEY = "HF_DART_API_KEY"
 _seconds = common.number(float, lambda value: value > 0, "more than 0")
+_size = common.number(int, lambda value: value >= 0, "0 or more")
 
 
 def add(commands: Any) -> None:
@@ -25,30 +26,19 @@ def add(commands: Any) -> None:
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
     parser.add_argument("--api-key", metavar="KEY", help=f"that requests have to bring (default: ${_KEY}, else none)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="for chat, in place of the tokenizer's own")
-    parser.add_argument(
-        "--seats", type=common.positive, default=16, help="texts that are written at a time (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--waiting", type=common.positive, default=64, help="texts that may wait for a seat (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=common.positive,
-        default=2**16,
-        help="that the texts which are written may hold together (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-body", type=common.positive, default=2**22, metavar="BYTES", help="of a request (default: %(default)s)"
-    )
+    for name, default, about in (
+        ("--seats", 16, "texts that are written at a time"),
+        ("--waiting", 64, "texts that may wait for a seat"),
+        ("--max-tokens", 2**16, "that the texts which are written may hold together"),
+        ("--max-body", 2**22, "bytes of a request"),
+        ("--grace", 30, "seconds in which what runs is answered once the server is told to stop"),
+    ):
+        parser.add_argument(name, type=common.positive, default=default, help=f"{about} (default: %(default)s)")
     parser.add_argument(
         "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="for an answer (default: %(default)g)"
     )
     parser.add_argument(
-        "--grace",
-        type=common.positive,
-        default=30,
-        metavar="SECONDS",
-        help="in which what runs is answered once the server is told to stop (default: %(default)s)",
+        "--memory", type=_size, default=64, metavar="MIB", help="of earlier texts, to draft from; 0: none (default: 64)"
     )
     parser.add_argument("--enable-cors", action="store_true", help="answer pages of other origins too")
     parser.set_defaults(command=_run)
@@ -61,6 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
     pair = common.load(arguments)
     import uvicorn
 
+    from hf_dart.decoding.suffix_store import SuffixStore
     from hf_dart.serve.app import build_app
     from hf_dart.serve.service import Limits, Service, length_of
 
@@ -76,10 +67,11 @@ def _run(arguments: argparse.Namespace) -> int:
         body=arguments.max_body,
         seconds=arguments.timeout,
     )
+    memory = SuffixStore(arguments.memory << 20) if arguments.memory else None
     target = arguments.target or pair.target_name
     names = dict.fromkeys([pair.target_name, target, Path(target).name])
     app = build_app(
-        Service(pair.model, pair.tokenizer, pair.head, [*names], limits),
+        Service(pair.model, pair.tokenizer, pair.head, [*names], limits, memory),
         api_key=arguments.api_key or os.environ.get(_KEY),
         enable_cors=arguments.enable_cors,
     )

@@ -1,44 +1,47 @@
-"""`Seats`: calls of one row each, whose trees are verified together, and which come and go between two rounds.
+"""`Seats`: calls of one row each that are drafted and verified together, and come and go between two rounds.
 
 Each call keeps what is its own: text, noise, processors, criteria and statistics are those of a call that runs alone,
-so that it writes what it writes alone, whatever the others do. Shared is the target's cache, of which each call has a
-row, and its forward; and drafts are made together (`decoding.joint`).
+so that it writes what it writes alone, whatever the others do. Shared are the target's cache and the drafter's state,
+of which each call has a row, the forward of either, and the pace.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding.joint import JointDrafts
+from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.pace import CHAIN, PAUSE, Pace
 from hf_dart.decoding.round import accept
 from hf_dart.decoding.session import Budget, Session
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.drafters.base import Proposal, Verified
 from hf_dart.models.devices import host_by_default
 from hf_dart.models.positions import moving_rotary
+from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 
 class Seats:
-    """Seats in which calls of one target and one kind of drafter run (`hf_dart.decoding.api.requested`).
+    """Seats in which calls of one target, drafter and tree config run (`hf_dart.decoding.api.requested`).
 
     Args:
         size: how many calls run at a time.
 
     Attributes:
-        taken: the calls that run, in the rows of the cache.
+        taken: the calls that run, in the rows of what they share.
     """
 
     def __init__(self, size: int) -> None:
         self.size, self.taken = size, list[_Seat]()
-        self._verify: Verifier | None = None  # of as many rows as seats are taken
-        self._joint: list[JointDrafts] = []
-        self._stats, self._timed = DraftStats(), DraftStats()  # times of all rounds, and of a part of one
+        self._stats = DraftStats()  # times of all rounds
 
     @property
     def free(self) -> int:
@@ -51,11 +54,11 @@ class Seats:
         """Let a call that has been opened run in a free seat.
 
         Raises:
-            ValueError: there is none, or its target, drafter or positions are of another kind than the others'.
+            ValueError: there is none, or its target, drafter, trees or positions are of another kind than the others'.
         """
         if not self.free:
             raise ValueError(f"All {self.size} seats are taken; call round() until one is free.")
-        like, verify = session.verify, self._verify
+        like, request, state = session.verify, session.request, session.drafter_state.state
         if like.shift is not None:
             raise ValueError("Seats take prompts at their usual positions, and this one is not; call generate for it.")
         moving = moving_rotary(like.target)
@@ -64,37 +67,74 @@ class Seats:
                 f"Seats take prompts of up to {moving[0]} tokens of this target, whose rotary frequencies are others "
                 "beyond that; call generate for longer ones."
             )
-        if verify is None:
-            verify = Verifier(like.target, session.cache.of_seats(1), like.kinds, like.feature_layers)
-        elif like.target is verify.target and like.feature_layers == verify.feature_layers:
-            verify.cache.resize(len(self.taken) + 1)
-        else:
-            raise ValueError("Seats share one target, and drafters that read the same of its layers; make other Seats.")
-        self._verify = verify
-        joint = next((one for one in self._joint if one.takes(session)), None)
-        if joint is None:
-            joint = JointDrafts(session)
-            self._joint.append(joint)
-        self.taken.append(_Seat(verify, len(self.taken), session, joint))
-        joint.add(session)
+        kind = like.target, request.drafter, request.tree_config
+        if not self.taken:
+            self._kind = kind
+            # What the first call has is shared as it is, unless the call is to hand it back.
+            cache, returned = session.cache, request.returns_cache
+            self._verify = Verifier(
+                like.target, cache.of_seats(1) if returned else cache, like.kinds, like.feature_layers
+            )
+            self._state = state if type(state) is SlotCache and not request.tree_config.refine else None
+            if self._state is not None and returned:
+                self._state = state.like(state.lengths.new_zeros(1), state.capacity)
+        elif kind != self._kind:
+            raise ValueError("Seats share one target, one drafter and one TreeConfig; make other Seats.")
+        seat = _Seat(self, session)
+        for own, ours in self._shared(seat):
+            if self.taken:
+                ours.resize(len(self.taken) + 1)
+            if own is not ours:
+                ours.take_rows(own, [(len(self.taken), 0)])
+                own.release()
+        self.taken.append(seat)
+        self._change()
 
     @torch.no_grad()
     def leave(self, session: Session) -> None:
-        """Let a call go, whose cache is its own again; no other call notices."""
-        (seat,) = (one for one in self.taken if one.session is session)
-        seat.leave()
-        seat.joint.remove(session)
-        if not seat.joint.sessions:
-            self._joint.remove(seat.joint)
-        last = self.taken.pop()
-        if not self.taken:
-            self._verify = None  # and with it the cache
-            return
-        cache = last.cache
-        if seat is not last:
-            cache.take_rows(cache, [(seat.place, last.place)])
-            last.place, self.taken[seat.place] = seat.place, last
-        cache.resize(len(self.taken))
+        """Let a call go, whose cache is its own again as far as anybody will look at it; no other call notices."""
+        seat = session.verify
+        place, last = self.taken.index(seat), self.taken.pop()
+        session.verify, session.cache, session.pace = seat.own
+        for own, ours in self._shared(seat):
+            if session.request.returns_cache:
+                own.take_rows(ours, [(0, place)])
+            if last is not seat:
+                ours.take_rows(ours, [(place, len(self.taken))])
+            if self.taken:
+                ours.resize(len(self.taken))
+        if last is not seat:
+            self.taken[place] = last
+        self._pace.finish(session.request.drafter)
+        if self.taken:
+            self._change()
+        else:
+            del self._verify, self._state, self._kind
+
+    def _shared(self, seat: _Seat) -> list[tuple[Any, Any]]:
+        """Return what a call has of its own while it has no seat, each with what all calls share in its place."""
+        shared: list[tuple[Any, Any]] = [(seat.own[1], self._verify.cache)]
+        if self._state is not None:
+            shared.append((seat.session.drafter_state.state, self._state))
+        return shared
+
+    def _change(self) -> None:
+        """Begin with another number of calls; what the rounds of so many have shown before is known."""
+        like, count = self.taken[0].session, len(self.taken)
+        request, device = like.request, like.rows.device.type
+        config, drafter = request.tree_config, request.drafter
+        records = None if is_shared(request.model) else drafter.pace_records
+        kind = "joint", config, count
+        self._pace = Pace(config, device, count, like.grower.depth, request.timed, records, kind)
+        self._pace.leave_out()  # a round that began with other calls
+        alike: dict[Any, list[int]] = {}  # ranked in one way; those that look at their drafts again do so alone
+        for row, seat in enumerate(self.taken):
+            key = seat.session.grower.ranks_by, seat.session.noise is None, row if config.refine else 0
+            alike.setdefault(key, []).append(row)
+        growers = [[self.taken[row].session.grower for row in rows] for rows in alike.values()]
+        most = config.resolve_nodes(count, device)  # nodes of a tree
+        joint = [TreeGrower.joint(one, most, self._pace.cost) for one in growers]
+        self._growers = list(zip(alike.values(), joint, strict=True))
 
     @host_by_default
     @torch.no_grad()
@@ -105,45 +145,23 @@ class Seats:
             The calls that are done and have left their seats, each with the error that ended it, if one did.
             `api.close_call` gives the output of the others.
         """
-        self._timed = DraftStats()
-        for joint in self._joint:
-            self._draft(joint)
-        ready = [seat for seat in self.taken if not seat.failure]
-        if ready:
-            self._run(ready)
-        self._share_times(self._timed, ())
-        for joint in self._joint:
-            seats = self._of(joint)
-            if not any(seat.failure for seat in seats):
-                joint.count([seat.tree for seat in seats], self._stats.processor_seconds)
+        try:
+            if self.taken:
+                self._run()
+        except Exception as failure:  # of what they share
+            for seat in self.taken:
+                seat.failure = failure
         gone = [seat for seat in self.taken if seat.failure or seat.session.rows.finished]
         for seat in gone:
             self.leave(seat.session)
         return [(seat.session, seat.failure) for seat in gone]
 
-    def _of(self, joint: JointDrafts) -> list[_Seat]:
-        """Return the seats of the calls that are drafted together, in their order there."""
-        seats = {id(seat.session): seat for seat in self.taken}
-        return [seats[id(session)] for session in joint.sessions]
-
-    def _draft(self, joint: JointDrafts) -> None:
-        """Draft the trees of calls that are drafted together; an error ends all of them."""
-        seats = self._of(joint)
-        try:
-            for seat, drafted in zip(seats, joint.draft(self._timed), strict=True):
-                seat.tree, seat.budget = drafted
-        except Exception as failure:
-            for seat in seats:
-                seat.failure = failure
-
-    def _run(self, seats: list[_Seat]) -> None:
-        """Verify the trees of some calls in one forward, and let each take its own tokens."""
-        assert self._verify is not None
-        cache, size = self._verify.cache, max(seat.tree.size for seat in seats)
-        rows = {seat.place: seat for seat in seats}
-        limits = [rows[place].budget.limits[0] if place in rows else 0 for place in range(len(self.taken))]
-        alone = DraftTree.chain(torch.zeros_like(seats[0].tree.tokens[:, :1])).padded(size)
-        trees = [rows[place].tree.padded(size) if place in rows else alone for place in range(len(limits))]
+    def _run(self) -> None:
+        """Verify the trees of all calls in one forward, and let each take its own tokens."""
+        seats, timed = self.taken, DraftStats()
+        drafts = self._drafted(timed)
+        size = max(tree.size for tree, _ in drafts)
+        trees = [tree.padded(size) for tree, _ in drafts]
         tree = DraftTree(
             torch.cat([one.tokens for one in trees]),
             torch.cat([one.parents for one in trees]),
@@ -151,84 +169,128 @@ class Seats:
             torch.cat([one.ancestors for one in trees]),
             max_depth=max(one.max_depth for one in trees),
         )
-        with self._timed.phase("verify"):
-            logits, features = self._verify(tree, limits)
-        self._share_times(self._timed, seats)
-        self._timed = DraftStats()
-        path, counts = torch.zeros(len(limits), tree.max_depth + 1, dtype=torch.long), [0] * len(limits)
-        with self._timed.phase("walk"):
-            for seat in seats:
-                row, nodes = slice(seat.place, seat.place + 1), slice(seat.tree.size)
-                if seat.accept(logits[row, nodes], features[row, nodes]):
-                    counts[seat.place] = seat.counts
-                    path[seat.place, : seat.path.shape[1]] = seat.path[0]
-        with self._timed.phase("commit"):
-            cache.commit(path, counts)
+        with timed.phase("verify"):
+            logits, features = self._verify(tree, [budget.limits[0] for _, budget in drafts])
+        for seat in seats:
+            add_times(seat.session.stats, timed, 1 / len(seats))
+        path, counts = torch.zeros(len(seats), tree.max_depth + 1, dtype=torch.long), [0] * len(seats)
+        with timed.phase("walk"):
+            for place, (seat, (own, budget)) in enumerate(zip(seats, drafts, strict=True)):
+                row, nodes = slice(place, place + 1), slice(own.size)
+                try:
+                    accept(seat.session, own, budget, logits[row, nodes], features[row, nodes])
+                except Exception as failure:
+                    seat.failure = failure
+                else:
+                    counts[place] = seat.counts
+                    path[place, : seat.path.shape[1]] = seat.path[0]
+        with timed.phase("commit"):
+            self._verify.cache.commit(path, counts)
+        add_times(self._stats, timed, 1.0)
+        if not any(seat.failure for seat in seats):
+            told = [seat.tokens for seat in seats], [seat.limit for seat in seats]
+            self._pace.count(self._mode, *told, size, tree.max_depth, self._stats.processor_seconds)
 
-    def _share_times(self, timed: DraftStats, seats: Sequence[_Seat]) -> None:
-        """Add times to those of all rounds, and to the statistics of the calls that spent them together."""
-        for name in ("seconds", "processor_seconds"):
-            for phase, spent in getattr(timed, name).items():
-                getattr(self._stats, name)[phase] += spent
-                for seat in seats:
-                    getattr(seat.session.stats, name)[phase] += spent / len(seats)
+    # ---- drafts -------------------------------------------------------------------------------------
+
+    def _drafted(self, timed: DraftStats) -> list[tuple[DraftTree, Budget]]:
+        """Return the tree [1, N] of each call in the coming round, and what it may emit."""
+        sessions = [seat.session for seat in self.taken]
+        with timed.phase("draft"):
+            self.looks = self._pace.looks_for_copies()
+            budgets = [session.budget() for session in sessions]
+            found, deepest = [one.copies[0] for one in budgets], [one.deepest[0] for one in budgets]
+            self._mode, copies = self._pace.choose(found, [1 / len(sessions)] * len(sessions), deepest)
+            parts = zip(budgets, copies, strict=True)
+            budgets = [replace(budget, mode=self._mode, copies=[one]) for budget, one in parts]
+            seen = [session.unread(self._mode) for session in sessions]
+            proposals = self._proposals(sessions, [one for one in seen if one is not None])
+        trees: dict[int, DraftTree] = {}
+        with timed.phase("grow"):
+            for rows, grower in self._growers:
+                drafts = [proposals[row] for row in rows] if proposals else []
+                grown = self._grown(grower, [sessions[row] for row in rows], drafts, [budgets[row] for row in rows])
+                trees |= {row: grown.row(number) for number, row in enumerate(rows)}
+        return [(trees[row], budget) for row, budget in enumerate(budgets)]
+
+    def _proposals(self, sessions: list[Session], seen: list[Verified]) -> list[Proposal]:
+        """Return the draft of each call after the positions that are new to it; none in a pause, or of no drafter."""
+        if not seen:
+            return []
+        depth = sessions[0].grower.depth
+        if self._state is None:
+            calls = zip(sessions, seen, strict=True)
+            drafts = [s.propose_with(s.drafter_state.state, *new, depth, s.score) for s, new in calls]
+            return [draft for draft in drafts if draft is not None]
+
+        def score(depth: int, logits: Tensor) -> Tensor:
+            """See `Session.score`, for logits [B, W, V] of all calls."""
+            return torch.cat([session.score(depth, logits[row : row + 1]) for row, session in enumerate(sessions)])
+
+        width = max(one.next_tokens.shape[1] for one in seen)
+        features, tokens, counts = (torch.cat(part) for part in zip(*(one.padded(width) for one in seen), strict=True))
+        draft = sessions[0].request.drafter.propose_ranked(self._state, features, tokens, counts, depth, score)
+        return [] if draft is None else [draft.row(row) for row in range(len(seen))]
+
+    def _grown(
+        self, grower: TreeGrower, sessions: list[Session], proposals: list[Proposal], budgets: list[Budget]
+    ) -> DraftTree:
+        """Grow the trees [B, N] of some calls, which are ranked in one way."""
+        deepest, copies = [budget.deepest[0] for budget in budgets], [budget.copies[0] for budget in budgets]
+        weights = [1 / len(sessions)] * len(sessions)
+        if not proposals:
+            return grower(None, None, deepest, weights=weights, copies=copies)
+        drafted = Proposal.joint([proposal.within(sessions[0].vocab_size) for proposal in proposals])
+        noise = [session.noise_ahead(0, grower.depth) for session in sessions]
+        gumbel = None if noise[0] is None else torch.cat([one for one in noise if one is not None])
+        refine = partial(sessions[0].refine, proposals[0])
+        return grower(drafted, gumbel, deepest, refine, self._mode == CHAIN, weights, None, copies)
+
+
+def add_times(stats: DraftStats, timed: DraftStats, share: float) -> None:
+    """Add a share of the times of a round."""
+    for name in ("seconds", "processor_seconds"):
+        for phase, spent in getattr(timed, name).items():
+            getattr(stats, name)[phase] += spent * share
 
 
 class _Seat:
-    """A call in its seat, in the place of its own `verify` and `cache`.
-
-    Args:
-        verify: of all seats.
-        place: of this one.
-        session: the call.
-        joint: what drafts for it.
+    """A call in its seat, in the place of its own `verify`, `cache` and `pace`.
 
     Attributes:
-        tree, budget: of the coming round.
+        session: the call.
+        own: those three.
         failure: the error that ends the call; None for none.
+        path, counts, tokens, limit: outcome of its last round.
     """
 
     hidden_states: tuple[Tensor, ...] = ()
-    tree: DraftTree
-    budget: Budget
+    failure: Exception | None = None
+    path: Tensor
+    tokens: Sequence[int]
 
-    def __init__(self, verify: Verifier, place: int, session: Session, joint: JointDrafts) -> None:
-        self._verify, self.place, self.session, self.joint = verify, place, session, joint
-        self.failure: Exception | None = None
-        self._own = session.verify, session.cache
-        self.cache.take_rows(session.cache, [(place, 0)])
-        session.cache.release()
+    def __init__(self, seats: Seats, session: Session) -> None:
+        self._seats, self.session = seats, session
+        self.own = session.verify, session.cache, session.pace
         held: Any = self
-        session.verify = session.cache = held
-
-    def accept(self, logits: Tensor, features: Tensor) -> bool:
-        """Emit what the target accepts of the tree, from logits [1, N, V] and features [1, N, F].
-
-        Returns:
-            False, with the error kept, where one is raised.
-        """
-        try:
-            accept(self.session, self.tree, self.budget, logits, features)
-        except Exception as failure:
-            self.failure = failure
-        return self.failure is None
+        session.verify = session.cache = session.pace = held
 
     def depth_room(self) -> list[int]:
         """See `Verifier.depth_room`."""
-        return [self._verify.depth_room()[self.place]]
+        return [self._seats._verify.depth_room()[self._seats.taken.index(self)]]
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Note what is to be committed with what the other calls have accepted."""
         self.path, (self.counts,) = path, counts
 
-    @property
-    def cache(self) -> TargetCache:
-        """The cache that all seats share."""
-        return self._verify.cache
+    def looks_for_copies(self) -> bool:
+        """Return True if this round looks for copies, by the pace of all calls."""
+        return self._seats.looks
 
-    def leave(self) -> None:
-        """Give the call its own cache again, as far as anybody will look at it."""
-        session = self.session
-        session.verify, session.cache = self._own
-        if session.request.returns_cache:
-            session.cache.take_rows(self.cache, [(0, self.place)])
+    def choose(self, copies: Any, *_: Any) -> tuple[str, Any]:
+        """Leave the choice to the pace of all calls."""
+        return PAUSE, copies
+
+    def count(self, mode: str, tokens: list[list[int]], limits: list[int], *_: Any) -> None:
+        """Take note of what the call emitted."""
+        (self.tokens,), (self.limit,) = tokens, limits

@@ -6,6 +6,9 @@ import json
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import reduce
+from itertools import accumulate
+from operator import or_
 from typing import Any
 
 from hf_dart.serve.refusal import Refusal
@@ -50,7 +53,7 @@ class Completion:
 
     def failed(self, refusal: Refusal) -> str:
         """Return the event of a stream that ends with an error."""
-        return _event(refusal.content)
+        return _event({"error": refusal.error})
 
     def opening(self, number: int) -> Piece:
         """Return what comes before a text."""
@@ -61,10 +64,8 @@ class Completion:
         """Return a text with its log-probabilities."""
         told = None
         if self._asked.logprobs is not None:
-            tokens, offsets = [self._decode([one.token]) for one in piece.logprobs], []
-            for token in tokens:
-                offsets.append(self._offsets[piece.index])
-                self._offsets[piece.index] += len(token)
+            tokens = [self._decode([one.token]) for one in piece.logprobs]
+            *offsets, self._offsets[piece.index] = accumulate(map(len, tokens), initial=self._offsets[piece.index])
             told = {
                 "tokens": tokens,
                 "token_logprobs": [one.logprob for one in piece.logprobs],
@@ -127,10 +128,7 @@ class Response:
 
     async def whole(self) -> dict[str, Any]:
         """Wait for the text, and return the answer."""
-        whole = Piece(0)
-        async for piece in self._texts.pieces():
-            whole |= piece
-        return self._of(whole)
+        return self._of(reduce(or_, [piece async for piece in self._texts.pieces()], Piece(0)))
 
     async def events(self) -> AsyncIterator[str]:
         """Yield the events of one message."""

@@ -7,15 +7,15 @@ import hmac
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from importlib.resources import files
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
-from prometheus_client import CONTENT_TYPE_LATEST
+from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
 
 from hf_dart.serve import answers
@@ -90,11 +90,11 @@ def build_app(service: Service, api_key: str | None = None, enable_cors: bool = 
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/")
     async def page() -> Response:
-        return HTMLResponse(files("hf_dart.serve").joinpath("page.html").read_text(encoding="utf8"))
+        return FileResponse(Path(__file__).with_name("page.html"))
 
     return app
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 from threading import Condition, Thread
-from time import perf_counter, thread_time
 from typing import Any, Self
 
 import torch
@@ -19,8 +18,9 @@ from hf_dart.decoding.api import AttachedGenerate, close_call, open_request, req
 from hf_dart.decoding.feed import PromptReader, in_pieces
 from hf_dart.decoding.finish import break_off
 from hf_dart.decoding.request import Request
-from hf_dart.decoding.seats import Seats
+from hf_dart.decoding.seats import Seats, add_times
 from hf_dart.decoding.session import Observer, Session
+from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
@@ -39,13 +39,11 @@ PIECE = 256
 
 @dataclass(eq=False)
 class _Call:
-    """A request and how far it has come; `sent` of its tokens have been shown."""
+    """A request, and its session once its prompt is read."""
 
     request: Request
     handle: Handle
-    generator: torch.Generator
     session: Session | None = None
-    sent: int = 0
 
 
 class Batcher:
@@ -61,7 +59,8 @@ class Batcher:
 
     Args:
         model: the target: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
-        drafter: drafts for every request; None takes the default drafter of an attached model, or drafts nothing.
+        drafter: drafts for every request; None takes the default drafter of an attached model, or drafts nothing. The
+            memory of an attached model (`attach(model, memory=)`) serves requests that name none.
         seats: requests that run at a time.
         max_tokens: tokens that they may hold together. Each takes as many as the longest of them may reach, its prompt
             and `max_new_tokens`.
@@ -87,8 +86,10 @@ class Batcher:
             if not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r:.100}; give a number from {least} on.")
         self._model = unwrapped(model)
-        own = vars(self._model).get("generate")
-        default = own.default if isinstance(own, AttachedGenerate) else None
+        attached = vars(self._model).get("generate")
+        default, self._memory = None, None
+        if isinstance(attached, AttachedGenerate):
+            default, self._memory = attached.default, attached.memory
         self._drafter = drafter or default or LookupDrafter(TreeConfig(nodes=1, draft_cost=0.0))
         check_verification(self._model)
         self.max_tokens = max_tokens
@@ -134,8 +135,9 @@ class Batcher:
                 `Handle.seed` tells.
             observers: are told of what it commits, on the thread of the rounds, before its tokens are shown.
             options: all others of `generate`, such as `max_new_tokens`, `do_sample`, `logits_processor`,
-                `stopping_criteria`, `stop_strings` with `tokenizer`, and `tree_config`. Processors and criteria run on
-                the thread of the rounds; those that keep state between calls serve one request each.
+                `stopping_criteria`, `stop_strings` with `tokenizer`, `memory` and `tree_config`. Processors and
+                criteria run on the thread of the rounds; those that keep state between calls serve one request each.
+                Requests of different tree configs do not run at the same time.
 
         Returns:
             The request, whose tokens and output come as they are known.
@@ -147,19 +149,18 @@ class Batcher:
         """
         ids = torch.as_tensor(input_ids, device=None if isinstance(input_ids, Tensor) else self.device)
         ids = ids[None] if ids.ndim == 1 else ids
-        request = requested(self._model, ids, generation_config, assistant=self._drafter, **options)
-        request = replace(request, observers=(*observers,))
+        given = {"assistant": self._drafter, "memory": self._memory, **options}
+        request = replace(requested(self._model, ids, generation_config, **given), observers=(*observers,))
         if request.most > self.max_tokens:
             raise ValueError(
                 f"This request may hold {request.most} tokens, {request.total} of its prompt and the new ones, and "
                 f"max_tokens is {self.max_tokens}; give a smaller max_new_tokens, or a Batcher with more of them."
             )
         handle = Handle(secrets.randbits(63) if seed is None else seed)
-        call = _Call(request, handle, torch.Generator(request.input_ids.device).manual_seed(handle.seed))
         with self._changed:
             if self._closed:
                 raise RuntimeError("This Batcher has been closed; make another one.")
-            self._waiting.append(call)
+            self._waiting.append(_Call(request, handle))
             if self._thread is None:
                 self._thread = Thread(target=self._work, name="hf_dart.Batcher")
                 self._thread.start()
@@ -209,33 +210,31 @@ class Batcher:
                 self._waiting.popleft()
             if not self._waiting or not self._seats.free:
                 return None
-            longest = max(call.request.most for call in [self._waiting[0], *self._running])
-            if self._running and longest * (len(self._running) + 1) > self.max_tokens:
+            calls = [self._waiting[0], *self._running]
+            room = max(call.request.most for call in calls) * len(calls) <= self.max_tokens
+            alike = self._waiting[0].request.tree_config == calls[-1].request.tree_config
+            if self._running and not (room and alike):
                 return None
             self._reading = self._waiting.popleft()
             return self._reading
 
     def _begin(self, call: _Call) -> None:
         """Read the prompt of a request and let it take a seat."""
-        paused = [0.0, 0.0]
+        others = DraftStats()
 
         def pause(reader: PromptReader) -> None:
             self._prefixes.keep(request, reader, shared)
-            before = perf_counter(), thread_time()
-            self._round()
-            paused[0] += perf_counter() - before[0]
-            paused[1] += thread_time() - before[1]
+            with others.phase("prefill"):
+                self._round()
             if call.handle.cancelled():
                 raise CancelledError
 
         try:
             request, shared = self._prefixes.begin(call.request)
             request = in_pieces(request, PIECE, pause, shared)
-            session = open_request(request, call.generator)
-            stats = session.stats
-            stats.seconds["prefill"] -= paused[0]
-            stats.processor_seconds["prefill"] -= paused[1]
-            call.session, call.handle.stats = session, stats
+            session = open_request(request, torch.Generator(request.input_ids.device).manual_seed(call.handle.seed))
+            add_times(session.stats, others, -1.0)
+            call.session, call.handle.stats = session, session.stats
             self._show(call)
             if session.rows.finished:
                 self._end(call, None)
@@ -249,12 +248,14 @@ class Batcher:
 
     def _round(self) -> None:
         """Run a round of all requests that have a seat, and let those go that are done."""
-        for call in [call for call in self._running if call.handle.cancelled()]:
-            self._leave(call, CancelledError())
-        ended: dict[int, BaseException | None]
+        ended: dict[int, BaseException | None] = {}
         try:
-            ended = {id(session): failure for session, failure in self._seats.round()}
-        except BaseException as failure:  # of the forward that they share
+            for call in self._running:
+                if call.handle.cancelled() and call.session is not None:
+                    self._seats.leave(call.session)
+                    ended[id(call.session)] = CancelledError()
+            ended |= {id(session): failure for session, failure in self._seats.round()}
+        except BaseException as failure:
             self._seats = Seats(self._seats.size)
             ended = {id(call.session): failure for call in self._running}
         for call in [*self._running]:
@@ -263,21 +264,12 @@ class Batcher:
                 self._running.remove(call)
                 self._end(call, ended[id(call.session)])
 
-    def _leave(self, call: _Call, why: BaseException) -> None:
-        """Let a request go before its end."""
-        assert call.session is not None
-        self._running.remove(call)
-        self._seats.leave(call.session)
-        self._end(call, why)
-
     def _show(self, call: _Call) -> None:
         """Show the tokens that are new."""
         assert call.session is not None
-        rows = call.session.rows
-        text = rows.tokens[0]
-        new = text[len(text) - rows.emitted[0] + call.sent :]
+        rows, shown = call.session.rows, len(call.handle.tokens)
+        new = rows.tokens[0][len(rows.tokens[0]) - rows.emitted[0] + shown :]
         if new:
-            call.sent += len(new)
             call.handle.put(new)
 
     def _end(self, call: _Call, failure: BaseException | None) -> None:

@@ -40,18 +40,15 @@ class Handle(Future[Any]):
     def __iter__(self) -> Iterator[int]:
         sent = 0
         while True:
-            new = self._after(sent)
+            with self._news:
+                while len(self.tokens) == sent and not self.done():
+                    self._news.wait()
+                new = self.tokens[sent:]
             if not new:
                 self.result()
                 return
             sent += len(new)
             yield from new
-
-    def _after(self, sent: int) -> list[int]:
-        """Wait for tokens after the first `sent` ones; none come where the request has ended."""
-        with self._news:
-            self._news.wait_for(lambda: len(self.tokens) > sent or self.done())
-            return self.tokens[sent:]
 
     def add_news_callback(self, function: Callable[[], object]) -> None:
         """Call a function now, whenever there are new tokens, and at the end, on the thread that has them."""

@@ -9,41 +9,32 @@ from pydantic_core import PydanticCustomError
 
 from hf_dart.errors import LEAST_TEMPERATURE, did_you_mean
 
-_GRAMMAR = "asks for text of a grammar, which this server cannot hold a model to; leave it out"
-_ABSENT = "is not to be had here; leave it out"
-_TEXT_ALONE = "asks for more than text; leave it out"
-_STATELESS = "asks for what was said before, and this server keeps nothing; send all messages"
-# Parameters that are not to be had: why, and values that ask for nothing, as None does.
-_REFUSED: dict[str, tuple[Any, ...]] = {
-    "audio": (_TEXT_ALONE,),
-    "background": (_ABSENT, False),
-    "best_of": ("chooses among texts by their probability, which this server does not; leave it out", 1),
-    "conversation": (_STATELESS,),
-    "function_call": (_GRAMMAR, "none", "auto"),
-    "functions": (_GRAMMAR, []),
-    "include": (_TEXT_ALONE, []),
-    "include_obfuscation": (_ABSENT, False),
-    "modalities": (_TEXT_ALONE, ["text"]),
-    "moderation": (_ABSENT,),
-    "prediction": ("is not needed, as drafts are found here; leave it out",),
-    "previous_response_id": (_STATELESS,),
-    "reasoning": ("is not known to chat templates; give chat_template_kwargs", {}),
-    "reasoning_effort": ("is not known to chat templates; give chat_template_kwargs",),
-    "refusal": (_TEXT_ALONE,),
-    "response_format": (_GRAMMAR, {"type": "text"}),
-    "store": ("asks to keep the answer, and this server keeps nothing; give false", False),
-    "suffix": ("asks for text in the middle of another, which is not written here; leave it out", ""),
-    "text": (_GRAMMAR, {}, {"format": {"type": "text"}}),
-    "tool_calls": (_GRAMMAR, []),
-    "tool_choice": (_GRAMMAR, "none", "auto"),
-    "tools": (_GRAMMAR, []),
-    "truncation": ("would drop text; shorten the messages", "disabled"),
-    "verbosity": ("is not known to models; say it in a message",),
-    "web_search_options": (_TEXT_ALONE,),
+# Parameters that are not to be had, by the reason.
+_REASONS = {
+    "asks for text of a grammar, which this server cannot hold a model to; leave it out": (
+        "function_call functions response_format text tool_calls tool_choice tools"
+    ),
+    "asks for more than text; leave it out": "audio include modalities refusal web_search_options",
+    "asks for what was said before, and this server keeps nothing; send all messages": (
+        "conversation previous_response_id"
+    ),
+    "asks to keep the answer, and this server keeps nothing; give false": "store",
+    "is not to be had here; leave it out": "background include_obfuscation moderation",
+    "is not needed, as drafts are found here; leave it out": "prediction",
+    "is not known to chat templates; give chat_template_kwargs": "reasoning reasoning_effort",
+    "asks for text in the middle of another, which is not written here; leave it out": "suffix",
+    "would drop text; shorten the messages": "truncation",
+    "is not known to models; say it in a message": "verbosity",
 }
+_REFUSED = {name: why for why, names in _REASONS.items() for name in names.split()}
+# Values of these that ask for nothing.
+_TEXT = {"type": "text"}
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "auto", "disabled")
+_NOTHING += (["text"], _TEXT, {"format": _TEXT})
 # Parameters that change no text.
-_NOTES = frozenset(("metadata", "safety_identifier", "service_tier", "user", "prompt_cache_key"))
-_NOTES |= {"max_tool_calls", "parallel_tool_calls", "prompt_cache_retention"}
+_NOTES = frozenset(
+    ["metadata", "service_tier", "prompt_cache_key", "max_tool_calls", "parallel_tool_calls", "prompt_cache_retention"]
+)
 
 
 def _wrong(message: str, name: str = "") -> PydanticCustomError:
@@ -65,9 +56,8 @@ class _Read(BaseModel):
             if name not in _REFUSED:
                 remedy = did_you_mean(name[:100], cls.model_fields, "leave it out.")
                 raise _wrong(f"There is no parameter {name!r:.100}; {remedy}", name[:100])
-            why, *nothing = _REFUSED[name]
-            if given[name] is not None and given[name] not in nothing:
-                raise _wrong(f"{name} {why}.", name)
+            if given[name] not in _NOTHING:
+                raise _wrong(f"{name} {_REFUSED[name]}.", name)
         return {name: value for name, value in given.items() if name in cls.model_fields}
 
 
@@ -94,11 +84,11 @@ def _is_prompt(value: Any) -> bool:
     return ids or isinstance(value, str)
 
 
-def _stops_of(stop: Any) -> list[str]:
-    stops = stop if isinstance(stop, list) else [] if stop is None else [stop]
-    if len(stops) > 4 or not all(isinstance(one, str) and 0 < len(one) <= 256 for one in stops):
-        raise _wrong("is neither a text of 1 to 256 characters nor a list of up to 4; give one of them")
-    return stops
+def _as_list(given: Any) -> list[Any]:
+    return given if isinstance(given, list) else [] if given is None else [given]
+
+
+_Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 def _biases_of(biases: dict[str, float]) -> dict[int, float]:
@@ -128,7 +118,11 @@ class _Message(_Read):
     def for_template(self) -> dict[str, str]:
         """Return what chat templates read."""
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content} | ({"name": self.name} if self.name else {})
+        return _said(role, self.content) | ({"name": self.name} if self.name else {})
+
+
+def _said(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 _Messages = Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=10_000)]
@@ -149,19 +143,14 @@ class Asked(_Read):
     logit_bias: Annotated[dict[str, float], AfterValidator(_biases_of)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(1, ge=1, le=128)
-    stop: Annotated[Any, AfterValidator(_stops_of)] = []
+    best_of: Literal[1] | None = None
+    stop: Annotated[list[_Stop], FailFast(), Field(max_length=4), BeforeValidator(_as_list)] = []
     stream: bool | None = False
     stream_options: _StreamOptions | None = None
-
-    @property
-    def most(self) -> int | None:
-        """New tokens at most; None for as many as the model takes."""
-        raise NotImplementedError
-
-    @property
-    def top(self) -> int | None:
-        """Number of log-probabilities that are asked for beside that of each token; None: not even that."""
-        return None
+    user: str | None = Field(None, max_length=512)
+    safety_identifier: str | None = Field(None, max_length=512)
+    most: ClassVar[Any]  # new tokens at most; None for as many as the model takes
+    top: ClassVar[Any] = None  # likeliest tokens that are told beside each; None: not even its log-probability
 
     def sampling(self, samples: bool) -> dict[str, Any]:
         """Return options of `generate`; `samples` says if a call without options samples."""
@@ -202,7 +191,7 @@ class ChatAsked(Asked):
 
 
 def _messages_of(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+    return [_said("user", given)] if isinstance(given, str) else given
 
 
 class ResponseAsked(Asked):
@@ -219,5 +208,5 @@ class ResponseAsked(Asked):
     @property
     def turns(self) -> list[dict[str, str]]:
         """The messages, as chat templates read them."""
-        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        first = [_said("system", self.instructions)] if self.instructions else []
         return [*first, *(one.for_template() for one in self.input)]

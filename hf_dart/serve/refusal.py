@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
@@ -24,9 +22,4 @@ class Refusal(HTTPException):
 
     def response(self) -> JSONResponse:
         """Return the answer that tells it."""
-        return JSONResponse(self.content, self.status_code, self.headers)
-
-    @property
-    def content(self) -> dict[str, Any]:
-        """Body of that answer."""
-        return {"error": self.error}
+        return JSONResponse({"error": self.error}, self.status_code, self.headers)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from hf_dart.decoding.suffix_store import Namespace, SuffixStore
 from hf_dart.errors import sentence
 from hf_dart.serve.batcher import MAX_TOKENS, Batcher
 from hf_dart.serve.metrics import Metrics
@@ -49,6 +50,7 @@ class Service:
         model, tokenizer, drafter: the pair.
         names: by which requests may name the model; the first is the one it is listed by.
         limits: of requests.
+        memory: of texts, from which later ones of the same user are drafted; None for none.
 
     Attributes:
         taken: texts that are being written or wait.
@@ -56,13 +58,24 @@ class Service:
         reader: thread that reads prompts, one at a time.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, drafter: Any, names: Sequence[str], limits: Limits) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        drafter: Any,
+        names: Sequence[str],
+        limits: Limits,
+        memory: SuffixStore | None = None,
+    ) -> None:
         self.tokenizer, self.names, self.limits, self.taken = tokenizer, [*names], limits, 0
         self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.tokens)
-        self.metrics = Metrics(self.names[0])
-        self.metrics.watch("num_requests_running", lambda: self.batcher.running)
-        self.metrics.watch("num_requests_waiting", lambda: self.batcher.waiting)
-        self.metrics.watch("num_seats", lambda: limits.seats)
+        gauges: dict[str, Callable[[], float]] = {
+            "num_requests_running": lambda: self.batcher.running,
+            "num_requests_waiting": lambda: self.batcher.waiting,
+            "num_seats": lambda: limits.seats,
+            "num_memory_tokens": lambda: 0 if memory is None else memory.tokens,
+        }
+        self.metrics, self._memory = Metrics(self.names[0], gauges), memory
         self.reader = ThreadPoolExecutor(1)
         ends = model.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
@@ -110,8 +123,13 @@ class Service:
             prompts = [self._ids(one) for one in asked.prompt]
         else:
             prompts = [self._talk(asked)]
-        options = asked.sampling(self._samples)
+        options = {**asked.sampling(self._samples), "memory": self._remembers(asked)}
         return prompts, [{**options, "max_new_tokens": self._most(len(ids), asked.most)} for ids in prompts]
+
+    def _remembers(self, asked: Asked) -> Namespace | None:
+        """Return what a request remembers in: a namespace of its user, or that of all requests which name none."""
+        user = asked.user or asked.safety_identifier or ""
+        return None if self._memory is None else self._memory.namespace(user)
 
     def _ids(self, prompt: str | list[int], **options: Any) -> list[int]:
         """Return the token ids of a prompt."""

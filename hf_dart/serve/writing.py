@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from starlette.requests import Request
+from torch import Tensor
 
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
+from hf_dart.drafters.base import Verified
 from hf_dart.errors import sentence
 from hf_dart.serve.detokenizer import Detokenizer
-from hf_dart.serve.logprobs import Logprobs, TokenLogprob
 from hf_dart.serve.parameters import Asked
 from hf_dart.serve.refusal import Refusal
 from hf_dart.serve.service import Service
@@ -25,6 +26,14 @@ from hf_dart.serve.service import Service
 
 class ClientGoneError(Exception):
     """The client of a request has left."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its log-probability before temperature and the like, and the likeliest tokens in its place."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -42,19 +51,32 @@ class Piece:
 
 
 class _Text:
-    """One text: its call, and how far it has come."""
+    """One text: its call, which tells it of log-probabilities where they are asked for, and how far it has come."""
 
     def __init__(self, service: Service, asked: Asked, ids: list[int], seed: int, options: dict[str, Any]) -> None:
         penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
         if any(penalties):
             options = {**options, "logits_processor": [AdditivePenaltyLogitsProcessor(len(ids), *penalties)]}
-        self._logprobs = None if asked.top is None else Logprobs(asked.top)
+        self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
         self._detokenizer = Detokenizer(service.tokenizer, asked.stop)
-        self._service, self.tokens, self.end, self._last = service, 0, "", "length"
+        self.tokens, self.end, self._last = 0, "", "length"
         given = torch.tensor([ids], device=service.batcher.device)
-        observers = () if self._logprobs is None else (self._logprobs,)
-        mask = torch.ones_like(given)
+        mask, observers = torch.ones_like(given), () if asked.top is None else (self,)
         self.handle = service.batcher.submit(given, attention_mask=mask, seed=seed, observers=observers, **options)
+
+    def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
+        """See `hf_dart.decoding.session.Observer`."""
+        if logits is None:
+            return
+        count = int(seen.counts)
+        tokens = seen.next_tokens[0, :count].tolist()
+        for token, scores in zip(tokens, logits()[0, :count].float().log_softmax(-1), strict=True):
+            best = scores.topk(min(self._top, len(scores)))
+            top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+            self._logprobs.append(TokenLogprob(token, float(scores[token]), top))
+
+    def ended(self, finished: bool) -> None:
+        """Keep what there is."""
 
     def piece(self, index: int) -> Piece:
         """Return what is new; raises what ended the call, if that is an error."""
@@ -63,7 +85,7 @@ class _Text:
         done, first, text = self.handle.done(), self.tokens, ""
         for token in self.handle.tokens[first:]:
             self.tokens += 1
-            self._service.metrics.token()
+            self._service.metrics.written.inc()
             if token in self._service.ends:
                 self._last = "stop"
             else:
@@ -77,8 +99,7 @@ class _Text:
             self.end = self._last
         if self.end:
             text += self._detokenizer.end()
-        told = () if self._logprobs is None else tuple(self._logprobs.kept[first : self.tokens])
-        return Piece(index, text, told, self.end or None)
+        return Piece(index, text, tuple(self._logprobs[first : self.tokens]), self.end or None)
 
 
 class Texts:
@@ -100,12 +121,10 @@ class Texts:
         service.refuse_if_full(self.size)
         service.taken += self.size
         self._seed = secrets.randbits(31) if asked.seed is None else asked.seed
-        self._begun, self._news = perf_counter(), asyncio.Event()
+        self._begun, self._news, self._gone = perf_counter(), asyncio.Event(), False
         self._first: float | None = None
-        self._failure: Exception | None = None
-        loop, seconds = asyncio.get_running_loop(), service.limits.seconds
-        late = Refusal(f"The answer took more than {seconds:g} s; ask for fewer tokens.", status=504)
-        self._deadline = loop.call_later(seconds, self._stop, late)
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.time() + service.limits.seconds
         self._watcher = loop.create_task(self._watch())
 
     @property
@@ -143,15 +162,20 @@ class Texts:
 
     async def _wait(self) -> None:
         """Wait for news of a text, or of the end of all."""
-        await self._news.wait()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await self._news.wait()
+        except TimeoutError:
+            seconds = self._service.limits.seconds
+            late = f"The answer took more than {seconds:g} s; ask for fewer tokens."
+            raise Refusal(late, status=504) from None
         self._news.clear()
-        if self._failure is not None:
-            raise self._failure
+        if self._gone:
+            raise ClientGoneError
 
     def close(self) -> None:
         """End what still runs, free the places, and note what became of the request; once."""
         self._watcher.cancel()
-        self._deadline.cancel()
         service, prompt_tokens, tokens = self._service, *self.usage
         service.taken -= self.size
         ends = [text.end or "abort" for text in self._texts]
@@ -176,13 +200,10 @@ class Texts:
             raise Refusal(sentence(error)) from error
 
     async def _watch(self) -> None:
-        """Stop when the client leaves."""
+        """End all when the client leaves."""
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        self._stop(ClientGoneError())
-
-    def _stop(self, why: Exception) -> None:
-        self._failure = why
+        self._gone = True
         self._news.set()
         for text in self._texts:
             text.handle.cancel()

@@ -9,12 +9,13 @@ import pytest
 import torch
 from support.caches import assert_same_cache
 from support.families import needs_running_states
-from support.tiny import prompts, tiny_head, tiny_target
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import first_draft, next_turn_of
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from hf_dart import TreeConfig
-from hf_dart.decoding.api import close_call, open_request, requested
+from hf_dart import LanguageModelDrafter, LookupDrafter, TreeConfig
+from hf_dart.decoding.api import close_call, generate, open_request, requested
+from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.seats import Seats
 from hf_dart.decoding.session import Session
 from hf_dart.models.stock_steps import CACHE
@@ -123,36 +124,34 @@ def test_a_call_that_fails_leaves_alone() -> None:
     assert torch.equal(close_call(sessions[2]), stocks(target, good[1], 0))
 
 
-def test_a_drafter_that_fails_ends_its_own_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of another drafter go on, and nothing is emitted any more where there was no draft."""
+def test_a_drafter_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls end, and nothing is emitted any more where there was no draft."""
     target, seats = tiny_target("llama"), Seats(3)
-    good, bad = tiny_head(target), tiny_head(target)
-    request: Request = (prompts([5], seed=1), {"do_sample": False, "max_new_tokens": 40})
-    sessions = [opened(target, assistant=head, **request[0], **request[1]) for head in (bad, good, bad)]
+    head, request = tiny_head(target), (prompts([5], seed=1), {"do_sample": False, "max_new_tokens": 40})
+    sessions = [opened(target, assistant=head, **request[0], **request[1]) for _ in range(2)]
     for session in sessions:
         seats.take(session)
     assert [seats.round() for _ in range(3)] == [[]] * 3
-    monkeypatch.setattr(bad, "propose_ranked", None)
+    monkeypatch.setattr(head, "propose_ranked", None)
     assert [type(failure) for _, failure in seats.round()] == [TypeError] * 2
-    while seats.taken:
-        seats.round()
+    assert not seats.taken
     stock = stocks(target, request, 0)
-    assert torch.equal(close_call(sessions[1]), stock)
-    for session in (sessions[0], sessions[2]):
+    for session in sessions:
         assert session.rows.tokens[0] == stock[0, : len(session.rows.tokens[0])].tolist()
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_5", marks=needs_running_states)])
-def test_generators_and_caches_that_are_handed_back(family: str) -> None:
+def test_generators_and_caches_that_are_handed_back(family: str, first: bool) -> None:
     target = tiny_target(family)
     head, seats = tiny_head(target), Seats(2)
     request = (prompts([9]), {"do_sample": True, "top_k": 0, "max_new_tokens": 24})
-    beside = opened(target, assistant=head, **prompts([4]), do_sample=False, max_new_tokens=60)
-    seats.take(beside)
-    seats.round()
     cache, generator = DynamicCache(config=target.config), torch.Generator().manual_seed(5)
     session = opened(target, generator, assistant=head, **{CACHE: cache}, **request[0], **request[1])
-    seats.take(session)
+    beside = opened(target, assistant=head, **prompts([4]), do_sample=False, max_new_tokens=60)
+    for one in (session, beside) if first else (beside, session):
+        seats.take(one)
+        seats.round()
     while session in [seat.session for seat in seats.taken]:
         seats.round()
     text = close_call(session)
@@ -177,24 +176,10 @@ def test_calls_that_no_seat_takes() -> None:
     seats = Seats(2)
     seats.take(opened(target, assistant=head, **prompts([5]), do_sample=False, max_new_tokens=9))
     other = tiny_target("llama")
-    with pytest.raises(ValueError, match="share one target"):
-        seats.take(opened(other, assistant=tiny_head(other), **prompts([5]), do_sample=False, max_new_tokens=9))
-
-
-def test_trees_of_several_sizes() -> None:
-    """Each call has a tree of its own; smaller ones are filled up."""
-    target = tiny_target("llama")
-    head, seats = tiny_head(target), Seats(3)
-    calls = []
-    for number, nodes in enumerate((1, 6, 20)):
-        request = (prompts([6], seed=number), {"do_sample": False, "max_new_tokens": 30})
-        config = TreeConfig(nodes=nodes)
-        calls.append((request, opened(target, assistant=head, tree_config=config, **request[0], **request[1])))
-        seats.take(calls[-1][1])
-    while seats.taken:
-        seats.round()
-    for request, session in calls:
-        assert torch.equal(close_call(session), stocks(target, request, 0))
+    for model, drafter, shape in ((other, tiny_head(other), None), (target, head, TreeConfig(nodes=3))):
+        options = {"do_sample": False, "max_new_tokens": 9, "tree_config": shape}
+        with pytest.raises(ValueError, match="share one target"):
+            seats.take(opened(model, assistant=drafter, **prompts([5]), **options))
 
 
 def test_texts_of_other_rotary_frequencies_share_no_forward() -> None:
@@ -210,3 +195,74 @@ def test_texts_of_other_rotary_frequencies_share_no_forward() -> None:
     while seats.taken:
         seats.round()
     assert torch.equal(close_call(session), stocks(target, short, 0))
+
+
+# ---- drafts that are made together --------------------------------------------------------------------------
+
+DRAFTERS = {
+    "head": tiny_head,
+    "selector": lambda target: tiny_head(target, selector_rank=4),
+    "editor": lambda target: tiny_head(target, editor=True, tree={"nodes": 8, "refine": 1}),
+    "diffusion": tiny_diffusion_drafter,
+    "eagle": tiny_eagle_drafter,
+    "language model": lambda target: LanguageModelDrafter(
+        tiny_target("qwen3", num_hidden_layers=1), target, tree_config=TreeConfig(nodes=8)
+    ),
+    "lookup": lambda _: LookupDrafter(TreeConfig(nodes=8)),
+}
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
+CALLS: list[tuple[int, dict[str, Any]]] = [
+    (5, {"do_sample": False, "max_new_tokens": 12}),
+    (9, {**SAMPLED, "max_new_tokens": 40}),
+    (3, {**SAMPLED, "max_new_tokens": 25, "temperature": 0.6}),
+    (14, {"do_sample": False, "max_new_tokens": 30, "repetition_penalty": 1.3}),
+    (7, {**SAMPLED, "max_new_tokens": 33, "repetition_penalty": 1.2}),
+    (6, {**SAMPLED, "max_new_tokens": 20}),
+]
+
+
+def call(target: Any, drafter: Any, number: int) -> Session:
+    length, options = CALLS[number]
+    generator = torch.Generator().manual_seed(number)
+    return opened(target, generator, assistant=drafter, **prompts([length], seed=number), **options)
+
+
+@pytest.mark.parametrize("kind", DRAFTERS)
+def test_drafts_are_those_of_calls_alone(kind: str) -> None:
+    target = tiny_target("llama")
+    drafter = DRAFTERS[kind](target)
+    alone = []
+    for number, (length, options) in enumerate(CALLS):
+        torch.manual_seed(number)
+        generate(target, assistant=drafter, **prompts([length], seed=number), **options)
+        alone.append(drafter.last_stats)
+    seats, waiting, found = Seats(4), [*range(len(CALLS))], []
+    while waiting or seats.taken:
+        if waiting and seats.free:  # one joins at a time
+            found.append(call(target, drafter, waiting.pop(0)))
+            seats.take(found[-1])
+        assert all(failure is None for _, failure in seats.round())
+    assert [session.stats.committed for session in found] == [stats.committed for stats in alone]
+    if kind in ("head", "selector", "eagle"):
+        assert sum(stats.tokens for stats in alone) > 1.3 * sum(stats.rounds for stats in alone)
+
+
+def test_one_pace_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds cost what they cost with so many calls; each call is told its share of the time."""
+    target = tiny_target("llama")
+    drafter, paces, own = tiny_head(target, tree={"nodes": None}), list[tuple[int, int]](), Pace.count
+
+    def counted(self: Pace, mode: str, tokens: Any, limits: Any, nodes: int, *rest: Any) -> None:
+        paces.append((len(tokens), len(self.cost().verify)))
+        own(self, mode, tokens, limits, nodes, *rest)
+
+    monkeypatch.setattr(Pace, "count", counted)
+    seats, sessions = Seats(4), []
+    for number in (1, 2, 4):
+        sessions.append(call(target, drafter, number))
+        seats.take(sessions[-1])
+        seats.round()
+    assert paces == [(1, 64), (2, 32), (3, 21)]
+    one, two, three = (session.stats for session in sessions)
+    assert one.rounds == 3 > two.rounds == 2 > three.rounds == 1
+    assert one.seconds["verify"] > two.seconds["verify"] > three.seconds["verify"] > 0

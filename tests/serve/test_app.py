@@ -15,11 +15,13 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import torch
+from prometheus_client import generate_latest
 from support.serving import ask, served
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from support.users import TOKENIZER
 from transformers import LogitsProcessorList
 
+from hf_dart import LookupDrafter, SuffixStore, TreeConfig
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
 from hf_dart.serve.service import Limits, Service, length_of
 
@@ -39,7 +41,7 @@ def target() -> Any:
 @pytest.fixture(scope="module")
 def service(target: Any) -> Service:
     TOKENIZER.chat_template = TEMPLATE
-    return Service(target, TOKENIZER, tiny_head(target), [NAME, "other/name"], LIMITS)
+    return Service(target, TOKENIZER, tiny_head(target), [NAME, "other/name"], LIMITS, SuffixStore())
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +113,7 @@ def test_texts_under_load_are_those_of_stock(target: Any, service: Service, clie
 
 
 def read(service: Service, name: str) -> float:
-    lines = service.metrics.text().decode().splitlines()
+    lines = generate_latest(service.metrics.registry).decode().splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"vllm:{name}{{"))
 
 
@@ -243,6 +245,25 @@ def test_responses(target: Any, client: Any) -> None:
         assert stream.get_final_response().output_text == text[: text.index(text[9:11])]
     turns = [{"role": "user", "content": "cd"}, answer.output[0].model_dump(), {"role": "user", "content": "e"}]
     assert client.responses.create(**{**given, "input": turns}).usage.input_tokens == len("sabucda" + text + "ueA")
+
+
+def test_a_memory_for_each_user(target: Any) -> None:
+    """Texts come again in fewer rounds for the same user, and for requests that name none, and for nobody else."""
+    memory, rounds = SuffixStore(), list[float]()
+    service = Service(target, TOKENIZER, LookupDrafter(TreeConfig(nodes=8)), [NAME], LIMITS, memory)
+    text, _ = stock(target, PROMPT, 3, do_sample=True, max_new_tokens=60)
+    body = {"prompt": PROMPT, "max_tokens": 60, "seed": 3, "temperature": 1}
+    with served(service) as address:
+        for user in ({"user": "ada"}, {"user": "ada"}, {"safety_identifier": "bob"}, {}, {"user": ""}):
+            before = read(service, "spec_decode_num_drafts_total")
+            answer = json.loads(ask(address, "/v1/completions", {**body, **user})[1])
+            assert answer["choices"][0]["text"] == text
+            rounds.append(read(service, "spec_decode_num_drafts_total") - before)
+        assert refused(address, "completions", {**body, "user": 7})[1]["param"] == "user"
+    first, again, other, unnamed, unnamed_again = rounds
+    assert other == unnamed == first
+    assert max(again, unnamed_again) < first / 1.5
+    assert sorted(memory.names) == ["", "ada", "bob"]
 
 
 # ---- refusals and bounds -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import TOKENIZER, OwnError, Processor
 from transformers import LogitsProcessor
 
-from hf_dart import Batcher, LookupDrafter, SuffixStore, attach
+from hf_dart import Batcher, LookupDrafter, SuffixStore, TreeConfig, attach
 from hf_dart.models.verify import Verifier
 from hf_dart.serve import batcher as batcher_module
 from hf_dart.serve import prefixes as prefixes_module
@@ -319,11 +319,17 @@ def test_closing_cancels_what_is_not_done() -> None:
     assert all(handle.cancelled() for handle in handles)
 
 
-def test_the_default_drafter_of_an_attached_model() -> None:
-    target = tiny_target("llama")
-    attach(target, tiny_head(target))
+def test_drafter_and_memory_of_an_attached_model() -> None:
+    """Requests may have other trees, and no memory; those of one shape run at a time."""
+    target, store, options = tiny_target("llama"), SuffixStore(), {"do_sample": False, "max_new_tokens": 20}
+    attach(target, tiny_head(target), memory=store)
     with Batcher(target) as batcher:
-        handle = batcher.submit([3, 4, 5], do_sample=False, max_new_tokens=20)
-        handle.result()
-    assert handle.stats is not None
-    assert handle.stats.drafted > 0
+        shapes: list[dict[str, Any]] = [{"memory": None}, {}, {"tree_config": TreeConfig(nodes=2)}]
+        handles = [batcher.submit([3, 4, 5], **options, **shape) for shape in shapes]
+    for handle in handles:
+        assert torch.equal(handle.result(), type(target).generate(target, torch.tensor([[3, 4, 5]]), **options))
+        assert handle.stats is not None
+        assert handle.stats.drafted > 0
+    assert handle.stats.drafted <= handle.stats.rounds
+    assert store.tokens >= 23
+    assert store.names == [""]
