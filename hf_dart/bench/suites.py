@@ -50,7 +50,7 @@ def open_suite(
     *,
     least: int = 1,
     answer: Answer | None = None,
-    **flags: Any,
+    flags: dict[str, Any] | None = None,
 ) -> dict[str, list[list[int]]]:
     """Return the token ids of `count` prompts of each category of a suite; "" is that of rows that name none.
 
@@ -77,7 +77,7 @@ def open_suite(
         prompts = found.setdefault(category, [])
         try:
             if len(prompts) < count:
-                new = _prompts(row, name, tokenizer, answer, flags)
+                new = _prompts(row, name, tokenizer, answer, flags or {})
                 prompts += islice((ids for ids in new if ids and len(ids) <= (most or len(ids))), count - len(prompts))
         except UserError as error:
             unusable.append(str(error))

@@ -7,11 +7,25 @@ import sys
 from collections.abc import Sequence
 
 from hf_dart import __version__
-from hf_dart.cli import audit, bench, convert, demo, generate, info, ngram, profile, push, regenerate, serve, train
+from hf_dart.cli import (
+    audit,
+    bench,
+    convert,
+    demo,
+    doctor,
+    generate,
+    info,
+    ngram,
+    profile,
+    push,
+    regenerate,
+    serve,
+    train,
+)  # fmt: skip
 from hf_dart.errors import UserError
 
 # In the order of --help.
-_COMMANDS = (demo, info, generate, serve, regenerate, train, bench, profile, audit, push, ngram, convert)
+_COMMANDS = (demo, info, generate, serve, regenerate, train, bench, profile, audit, doctor, push, ngram, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -171,7 +171,7 @@ def _prompts(arguments: argparse.Namespace, pair: Pair, settings: Any) -> Iterat
             length,
             least=max(settings.batches),
             answer=lambda ids: speed.answer(pair, ids, settings.new_tokens),
-            **thinking_of(pair),
+            flags=thinking_of(pair),
         )
         for category, prompts in found.items():
             yield f"{called}: {category}" if category else called, prompts

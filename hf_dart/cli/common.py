@@ -55,8 +55,14 @@ def pair_options() -> argparse.ArgumentParser:
 
 def target_options() -> argparse.ArgumentParser:
     """Make a parent parser: which target, and how it runs."""
-    target = argparse.ArgumentParser(add_help=False)
+    target = argparse.ArgumentParser(add_help=False, parents=[placing_options()])
     target.add_argument("--target", help=f"a folder, a Hub id, {PACKAGED!r} (default: that of --head)")
+    return target
+
+
+def placing_options() -> argparse.ArgumentParser:
+    """Make a parent parser: how a target runs."""
+    target = argparse.ArgumentParser(add_help=False)
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
     target.add_argument("--attn-implementation", metavar="NAME", help="attention of the target, as for from_pretrained")

@@ -75,7 +75,7 @@ def pack(target: PreTrainedModel) -> None:
 
     A target that is trained between its calls would have them packed for each one.
     """
-    weights = _weights(target)
+    weights = packable(target)
     size = sum(weight.nbytes for weight in weights)
     if size < _LEAST:
         release(target)
@@ -84,7 +84,7 @@ def pack(target: PreTrainedModel) -> None:
     if known is not None and known.state != _state(weights):
         _known[target] = PackedWeights(weights)
     elif known is None or not known.ready:
-        free = _free_memory()
+        free = free_memory()
         if free is not None and size > free // 2:
             logger.warning_once(
                 f"Drafts are verified with plain weights, which is slower: packed ones take {size / 2**30:.1f} GiB "
@@ -107,7 +107,7 @@ def packed_weights(target: PreTrainedModel) -> AbstractContextManager[Any]:
     return nullcontext() if known is None or torch.is_autocast_enabled("cpu") else known
 
 
-def _weights(target: PreTrainedModel) -> list[Tensor]:
+def packable(target: PreTrainedModel) -> list[Tensor]:
     """Return the weights that can be packed, for which modules are looked through where there may be any."""
     possible = target.dtype == torch.float32 and target.device.type == "cpu"
     if not possible or not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
@@ -132,7 +132,7 @@ def _state(weights: list[Tensor]) -> list[tuple[int, int]]:
     return [(weight.data_ptr(), weight._version) for weight in weights]
 
 
-def _free_memory() -> int | None:
+def free_memory() -> int | None:
     """Return the bytes that may be taken without swapping, where Linux tells."""
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:

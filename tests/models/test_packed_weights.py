@@ -143,7 +143,7 @@ def test_another_thread_reads_plain_weights(target: Any) -> None:
 def test_too_little_memory_is_said_once(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(packing.logger, "warning_once", said.append)
-    monkeypatch.setattr(packing, "_free_memory", lambda: 1000)
+    monkeypatch.setattr(packing, "free_memory", lambda: 1000)
     pack(target)
     assert target not in packing._known
     assert "plain weights" in said[0]

@@ -1,0 +1,117 @@
+"""`hf-dart doctor`: every set-up that is broken on purpose is found, with its remedy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.letters import letters
+from support.tiny import tiny_head, tiny_target
+
+from hf_dart.bench import doctor
+from hf_dart.cli import main
+from hf_dart.models.tokenizers import template_hash
+
+ALPHABET = "".join(map(chr, range(97, 97 + 40)))
+SWAPPED = "b" + "a" + ALPHABET[2:]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and its head, made with the tokenizer beside it."""
+    folder = tmp_path_factory.mktemp("pair")
+    model, tokenizer = tiny_target("llama", dtype=torch.float32), letters(ALPHABET)
+    tiny_head(model, tokenizer=tokenizer).save_pretrained(folder / "head")
+    model.save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    return folder
+
+
+@pytest.fixture
+def pair(saved: Path, tmp_path: Path) -> Path:
+    for file in filter(Path.is_file, saved.rglob("*")):
+        copy = tmp_path / file.relative_to(saved)
+        copy.parent.mkdir(exist_ok=True, parents=True)
+        copy.write_bytes(file.read_bytes())
+    return tmp_path
+
+
+@pytest.fixture
+def threads() -> Iterator[int]:
+    """More threads than there are cores."""
+    before, many = torch.get_num_threads(), doctor._cores() + 2
+    torch.set_num_threads(many)
+    yield many
+    torch.set_num_threads(before)
+
+
+def examined(pair: Path) -> tuple[bool, dict[str, Any], dict[str, dict[str, Any]]]:
+    report = doctor.examine(str(pair / "target"), str(pair / "head"), "float32", None)
+    return report["passed"], report, {one["name"]: one for one in report["checks"]}
+
+
+def other_tokenizer(pair: Path) -> None:
+    letters(SWAPPED).save_pretrained(pair / "target")
+
+
+def damaged_head(pair: Path) -> None:
+    file = pair / "head" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def head_of_another_target(pair: Path) -> None:
+    other = tiny_target("llama", dtype=torch.float32, hidden_size=48)
+    tiny_head(other).save_pretrained(pair / "head")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "found", "remedy"),
+    [
+        (other_tokenizer, "was trained with the tokenizer of", "pass tokenizer="),
+        (damaged_head, "truncated or damaged", "give files of one save_pretrained"),
+        (head_of_another_target, "with hidden size 48", "load a drafter that was made for this target"),
+    ],
+)
+def test_a_pair_that_does_not_load(breaks: Callable[[Path], None], found: str, remedy: str, pair: Path) -> None:
+    breaks(pair)
+    passed, report, checks = examined(pair)
+    assert not passed
+    assert not checks["pair"]["good"]
+    assert found in checks["pair"]["found"]
+    assert remedy in checks["pair"]["remedy"]
+    assert checks["versions"]["good"]
+    assert not report["settings"]
+
+
+def test_what_slows_down_or_drafts_badly(
+    pair: Path, threads: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads beyond the cores, 16 bits on a CPU without units, another template, a promise that is not kept."""
+    monkeypatch.setattr(doctor, "product_seconds", lambda dtype: 1e-3 if dtype == torch.float32 else 3e-3)
+    config = pair / "head" / "config.json"
+    fields = {"chat_template_hash": template_hash("of the training")}
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+    bench = {"results": [{"method": "hf_dart", "mode": "greedy", "batch": 1, "tau": 30.0}]}
+    (pair / "head" / "bench.json").write_text(json.dumps(bench))
+    words = ["doctor", str(pair / "target"), str(pair / "head"), "--dtype", "bfloat16", "--new-tokens", "6"]
+    assert main([*words, "--json"]) == 1
+    report = json.loads(capsys.readouterr().out)
+    checks = {one["name"]: one for one in report["checks"]}
+    bad = {name for name, one in checks.items() if not one["good"]} - {"other load", "speed"}
+    assert bad == {"threads", "dtype", "chat template", "acceptance length"}
+    assert f"{threads} on" in checks["threads"]["found"]
+    assert checks["dtype"]["remedy"] == "dtype='float32'"
+    assert "30.00 promised" in checks["acceptance length"]["found"]
+    assert {"versions", "device", "memory", "attention", "pair", "costs", "same text"} <= checks.keys()
+    assert all(one["remedy"] for name, one in checks.items() if not one["good"])
+    for one in report["settings"]:
+        assert one["gain"] > 1.03
+        compile(one["code"].replace("...", "x=1"), "setting", "exec")
+    page = doctor.as_page(report)
+    assert "| threads | LOOK |" in page
+    assert "| same text | ok | yes" in page
+    assert torch.get_num_threads() == threads
