@@ -5,27 +5,16 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from hf_dart import __version__
-from hf_dart.cli import (
-    audit,
-    bench,
-    convert,
-    demo,
-    doctor,
-    generate,
-    info,
-    ngram,
-    profile,
-    push,
-    regenerate,
-    serve,
-    train,
-)  # fmt: skip
 from hf_dart.errors import UserError
 
 # In the order of --help.
-_COMMANDS = (demo, info, generate, serve, regenerate, train, bench, profile, audit, doctor, push, ngram, convert)
+_COMMANDS = (
+    "demo", "info", "generate", "serve", "regenerate", "train", "bench", "profile", "audit", "doctor", "push", "ngram",
+    "convert",
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,5 +43,5 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"hf-dart {__version__}")
     commands = made.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
-        command.add(commands)
+        import_module(f"{__name__}.{command}").add(commands)
     return made
