@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from support.eagle3 import original_checkpoint, variant
-from support.letters import letters
 from support.modules import with_module
 from support.relatives import relative
 from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.users import letters
 
 from hf_dart.cli import main
 

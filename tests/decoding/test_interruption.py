@@ -16,6 +16,7 @@ import torch
 from support.cases import replay
 from support.compare import assert_identical, run, snapshot
 from support.engines import engine
+from support.families import needs_running_states
 from support.interruptions import (
     GREEDY,
     SAMPLED,
@@ -66,6 +67,14 @@ MORE = [
     for sampled in (True, False)
     for seed in (2, 3)
 ]
+MORE += [
+    pytest.param(family, kind, lengths, True, 24, 1, marks=[pytest.mark.matrix, needs_running_states])
+    for family in ("lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
+    for kind in KINDS
+    for lengths in ([7], RAGGED)
+]
+WITH_STATES = [("lfm2", "dynamic", RAGGED, True, 5, 1), ("falcon_h1", "dynamic", [7], True, 5, 1)]
+MORE += [pytest.param(*case, marks=needs_running_states) for case in WITH_STATES]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +83,7 @@ MORE = [
 )
 def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], sampled: bool, cases: int, seed: int) -> None:
     reached = interrupt(family, kind, lengths, sampled, cases=cases, seed=seed)
-    assert len(set(reached)) > 3
+    assert len(set(reached)) > min(3, cases // 2)
 
 
 def test_interrupted_anywhere_in_stocks_steps() -> None:

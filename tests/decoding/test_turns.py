@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from support.compare import run
-from support.families import needs_running_states
+from support.families import HYBRIDS, WITHOUT_ATTENTION, needs_running_states
 from support.tiny import VOCABULARY, WINDOW, ReplayDrafter, ReplayState, prompts, tiny_head, tiny_target
 from support.turns import (
     CASES,
+    KINDS,
     MODES,
     RAGGED,
     assert_drafts_as_if_it_had_read_all,
@@ -56,21 +57,26 @@ REPRESENTATIVE = [
 
 
 MORE = [pytest.param(*case, marks=pytest.mark.matrix) for case in CASES if case not in REPRESENTATIVE]
+WITH_STATES: list[Any] = [
+    ("falcon_h1", "dynamic", RAGGED, "eos"),
+    ("qwen3_5", "static", [7], "sampled"),
+    ("lfm3", "dynamic", [7], "eos"),
+    ("mamba2", "dynamic", RAGGED, "sampled"),
+]
+MORE += [pytest.param(*case, marks=needs_running_states) for case in WITH_STATES]
+MORE += [
+    pytest.param(family, kind, lengths, mode, marks=[pytest.mark.matrix, needs_running_states])
+    for family in HYBRIDS
+    for kind in KINDS
+    if kind == "dynamic" or family not in WITHOUT_ATTENTION
+    for lengths in ([7], RAGGED)
+    for mode in ("greedy", "eos")
+]
 
 
 @pytest.mark.parametrize(("family", "kind", "lengths", "mode"), [*REPRESENTATIVE, *MORE])
 def test_turns_equal_stocks(family: str, kind: str, lengths: list[int], mode: str) -> None:
     assert_turns_are_stocks(family, kind, lengths, mode)
-
-
-@pytest.mark.parametrize("mode", ["greedy", "sampled"])
-def test_a_static_cache_asked_for_by_name(pair: tuple[Any, DartHead], mode: str) -> None:
-    target, head = pair
-    options = {**MODES[mode], "cache_implementation": "static"}
-    for inputs in (prompts([7]), prompts(RAGGED)):
-        stock = run(target, inputs, 0, **options)
-        for _ in range(2):
-            assert torch.equal(run(target, inputs, 0, assistant=head, **options).sequences, stock.sequences)
 
 
 def test_chunks_into_a_static_cache_are_read_where_stock_would_compile(pair: tuple[Any, DartHead]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical
-from support.letters import letters
 from support.sentences import one_sentence, refused
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.users import letters
 from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead

@@ -14,9 +14,9 @@ from support import tiny_training
 from support.cases import GREEDY, MODES
 from support.compare import assert_identical, run, tally
 from support.heads import histories, in_one_pass
-from support.letters import letters
 from support.sentences import refused
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.users import letters
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead
 from hf_dart.decoding.api import attach, detach

@@ -16,9 +16,9 @@ from support.guests import dflash_checkpoint, dflash_config, dflash_drafter, dfl
 from support.heads import features_of
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
-from support.letters import letters
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
+from support.users import letters
 from torch import Tensor
 
 from hf_dart import DFlashDrafter, TreeConfig

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical
-from support.diffusion import one_pass
-from support.heads import histories
+from support.heads import histories, one_pass
 from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_target
 from torch import Tensor
 

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from support.cases import GREEDY, SAMPLED
 from support.compare import assert_identical, tally
 from support.heads import assert_beam
-from support.letters import letters
 from support.sentences import one_sentence, refused
 from support.tiny import VOCABULARY, WINDOW, nearly, prompts, tiny_target
 from support.turns import two_turns
+from support.users import letters
 from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical, run
-from support.letters import letters
 from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.users import letters
 
 from hf_dart import attach
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator

@@ -14,9 +14,9 @@ from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_running_states, sampled
 from support.guests import dflash_drafter
-from support.interruptions import TOKENS, interrupt
+from support.interruptions import TOKENS
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
-from support.turns import KINDS, RAGGED, assert_turns_are_stocks, next_turn_of
+from support.turns import RAGGED, next_turn_of
 from support.users import TOKENIZER, Listener, Stopped
 from transformers import DynamicCache
 
@@ -30,7 +30,6 @@ NO_ADAPTER_AFTER_MIXERS = {"falcon_h1", "nemotron_h", *WITHOUT_ATTENTION}  # PEF
 MAMBA_1 = ["mamba", "falcon_mamba"]
 EXACT = tally("float64, tiny targets with running states")
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba"]
-TELLS_LENGTH = [family for family in HYBRIDS if family not in WITHOUT_ATTENTION]
 
 
 @pytest.mark.usefixtures("executor")
@@ -42,27 +41,6 @@ def test_a_sample_of_families(family: str) -> None:
         known = replay(target, inputs, misses=[0.1, 0.5, 0.3, 0.4][:size], **options)
         assert_identical(target, known if drafter == "known" else tiny_head(target), inputs, into=EXACT, **options)
         assert drafter != "known" or known.last_stats.tau > 1.3
-
-
-TURNS: list[Any] = [
-    ("falcon_h1", "dynamic", RAGGED, "eos"),
-    ("qwen3_5", "static", [7], "sampled"),
-    ("lfm3", "dynamic", [7], "eos"),
-    ("mamba2", "dynamic", RAGGED, "sampled"),
-]
-TURNS += [
-    pytest.param(family, kind, lengths, mode, marks=pytest.mark.matrix)
-    for family in HYBRIDS
-    for kind in KINDS
-    if kind == "dynamic" or family not in WITHOUT_ATTENTION
-    for lengths in ([7], RAGGED)
-    for mode in ("greedy", "eos")
-]
-
-
-@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), TURNS)
-def test_turns_over_one_cache(family: str, kind: str, lengths: list[int], mode: str) -> None:
-    assert_turns_are_stocks(family, kind, lengths, mode)
 
 
 def test_rows_that_ran_on_are_brought_back(noted: Any) -> None:
@@ -87,25 +65,6 @@ def test_rows_that_ran_on_are_brought_back(noted: Any) -> None:
             for cache, drafting in zip(caches, ({}, {"assistant": drafter}), strict=True)
         ]
         assert torch.equal(turns[0].sequences, turns[1].sequences)
-
-
-@pytest.mark.parametrize(
-    ("family", "kind", "lengths", "cases"),
-    [
-        ("lfm2", "dynamic", RAGGED, 5),
-        ("falcon_h1", "dynamic", [7], 5),
-        *(
-            pytest.param(family, kind, lengths, 24, marks=pytest.mark.matrix)
-            for family in SAMPLE
-            if family in TELLS_LENGTH
-            for kind in KINDS
-            for lengths in ([7], RAGGED)
-        ),
-    ],
-)
-def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], cases: int) -> None:
-    reached = interrupt(family, kind, lengths, True, cases=cases, seed=1)
-    assert len(set(reached)) > 2
 
 
 @pytest.mark.parametrize("lengths", [[7], pytest.param(RAGGED, marks=pytest.mark.matrix)], ids=str)

@@ -12,9 +12,9 @@ from support.checkpoints import save
 from support.compare import assert_identical
 from support.eagle3 import forward, original_checkpoint, original_config, original_tensors
 from support.heads import draft_after, features_of
-from support.letters import letters
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
+from support.users import letters
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig

@@ -9,10 +9,10 @@ from random import Random
 import numpy as np
 import pytest
 from support.attacks import damaged, seeds, survives
-from support.letters import letters
 from support.memory import traced_peak
 from support.sentences import refused
 from support.tries import Trie
+from support.users import letters
 
 from hf_dart.interop import trie as reader
 from hf_dart.interop.trie import read_trie

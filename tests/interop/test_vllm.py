@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from support.eagle3 import forward
 from support.guests import dflash_checkpoint
 from support.heads import draft_after, features_of, peagle_head
-from support.letters import letters
 from support.ngrams import unpacked
 from support.tiny import prompts, tiny_target
 from support.tries import Trie
+from support.users import letters
 from torch import Tensor
 
 from hf_dart import DartHead

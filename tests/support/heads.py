@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart import DartHead
+from hf_dart import DartHead, DiffusionDrafter
 from hf_dart.drafters.base import Verified
 from hf_dart.drafters.layers import take
 from hf_dart.models.verify import features_request, gather_features
@@ -65,6 +65,17 @@ def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
     blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, injected=injected, shifted=shifted)
     hidden = head(features[None], head.embed(tokens)[None], blocks.positions, blocks.mask)
     return head.logits(take(hidden, blocks.entries))[0, : head.draft_length]
+
+
+def one_pass(drafter: DiffusionDrafter, features: Tensor, tokens: Tensor, slots: list[int]) -> Tensor:
+    """Logits [d, V] of a diffusion drafter's block, known tokens or `MASK`, after T tokens [T] with features [T, F]."""
+    text, size = len(tokens), len(tokens) + len(slots) - 1
+    places = torch.arange(size)
+    mask = (places <= places[:, None]) & (places > places[:, None] - drafter.config.context_window)
+    mask[text:, text:] = True
+    ids = torch.cat([tokens, torch.tensor(slots[:-1], dtype=torch.long)])
+    hidden = drafter(ids[None], features[None], places[None], mask[None, None])
+    return drafter.logits(hidden)[0, text - 1 :]
 
 
 def peagle_head(target: Any, seed: int = 0, **config: Any) -> DartHead:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LogitsProcessorList
 
@@ -20,7 +19,7 @@ from support.tiny import tiny_head, tiny_target
 from support.trees import paths
 
 Tree = set[tuple[int, ...]]
-NODES, DEPTH = 59, 8
+NODES = 59
 
 
 @dataclass(frozen=True)
@@ -39,17 +38,6 @@ class Cases:
     tokens: Tensor
     logits: Tensor
     end: int
-
-    def first(self, count: int) -> Cases:
-        return Cases(self.corpus, self.context[:count], self.tokens[:count], self.logits[:count], self.end)
-
-    def save(self, path: Path, wanted: list[Tree]) -> None:
-        """With the tree of each, as paths of `DEPTH` tokens filled up with -1; tokens lie below 2^15."""
-        filled = [[[*path, *[-1] * (DEPTH - len(path))] for path in sorted(tree)] for tree in wanted]
-        tensors = {"corpus": self.corpus, "context": self.context, "tokens": self.tokens, "end": torch.tensor(self.end)}
-        tensors["trees"] = torch.tensor(filled)
-        saved = {name: tensor.short().contiguous() for name, tensor in tensors.items()}
-        save_file({**saved, "logits": self.logits.contiguous()}, path)
 
     @staticmethod
     def load(path: Path) -> tuple[Cases, list[Tree]]:

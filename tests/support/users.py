@@ -6,12 +6,20 @@ import string
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import LlamaForCausalLM, LogitsProcessor, StoppingCriteria
+from transformers import LlamaForCausalLM, LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from support.letters import letters
 from support.tiny import VOCABULARY
+
+
+def letters(order: str) -> Any:
+    """A tokenizer whose ids are the places of letters in `order`."""
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(order)}, []))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
 
 TOKENIZER = letters(string.ascii_letters[:VOCABULARY])
 """As many letters as there are tokens: ids and texts map one to one."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_training
-from support.diffusion import one_pass
+from support.heads import one_pass
 from support.tiny_training import LENGTHS, VOCABULARY, taught, tiny_target, token_rows
 from torch import Tensor
 from transformers import default_data_collator

@@ -16,7 +16,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from support.papers import Cases, trees
+from safetensors.torch import save_file
+from support.papers import Cases, Tree, trees
 
 CASES, RECORDED, CORPUS = 200, 16, 6000
 SOURCES = ("cpp_search/searcher.cpp", "cpp_ngram/trie_ngram.cpp", "cpp_utils/buffered_file_reader.cpp")
@@ -114,6 +115,15 @@ def theirs(checkout: Path, cases: Cases) -> list[set[tuple[int, ...]]]:
     return [{tuple(map(int, path.split())) for path in line.split(";") if path} for line in lines]
 
 
+def record(cases: Cases, wanted: list[Tree], path: Path) -> None:
+    """Write the first cases, with the tree of each as paths of 8 tokens filled up with -1; tokens lie below 2^15."""
+    filled = [[[*path, *[-1] * (8 - len(path))] for path in sorted(tree)] for tree in wanted[:RECORDED]]
+    tensors = {"corpus": cases.corpus, "end": torch.tensor(cases.end), "trees": torch.tensor(filled)}
+    tensors |= {"context": cases.context[:RECORDED], "tokens": cases.tokens[:RECORDED]}
+    saved = {name: tensor.short().contiguous() for name, tensor in tensors.items()}
+    save_file({**saved, "logits": cases.logits[:RECORDED].contiguous()}, path)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("checkout", type=Path)
@@ -126,7 +136,7 @@ def main() -> int:
     same = sum(one == other for one, other in zip(found, wanted, strict=True))
     print(f"{same} of {len(wanted)} trees are the same")
     if arguments.record is not None:
-        cases.first(RECORDED).save(arguments.record, wanted[:RECORDED])
+        record(cases, wanted, arguments.record)
     return int(same < len(wanted))
 
 
