@@ -230,12 +230,7 @@ def _drafted(
     optional: bool = False,
     run: Callable[..., Any] | None = None,
 ) -> Any:
-    """Run `generate` with `assistant` (of `kwargs`) as drafter, or `run` with all that it has prepared.
-
-    Raises:
-        UndraftedError: it cannot be drafted, and drafts are `optional`.
-        TypeError, ValueError: likewise, if they are not.
-    """
+    """Run `generate` with `assistant` (of `kwargs`) as drafter, or `run` with all that it has prepared."""
     assistant = kwargs["assistant"]
     tree_config, refine, trace, memory = (kwargs.get(name) for name in _KEYWORDS[1:])
     _refuse_other(assistant, model)

@@ -203,11 +203,7 @@ def _assisted_decoding(
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
-    """`type(model)._assisted_decoding` with candidates of `drafter`; as stock returns it.
-
-    Raises:
-        ValueError: something was asked for in which stock's assisted loop differs from its plain one.
-    """
+    """`type(model)._assisted_decoding` with candidates of `drafter`; as stock returns it."""
     _refuse(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
     drafter.check_target(model)
     total = input_ids.shape[1]

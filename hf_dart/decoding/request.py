@@ -238,11 +238,7 @@ def admit(
 
 
 def refuse_in_seat(request: Request) -> None:
-    """Raise for calls that no seat takes (`hf_dart.decoding.seats`).
-
-    Raises:
-        ValueError: several rows; collected hidden states.
-    """
+    """Raise for calls that no seat takes (`hf_dart.decoding.seats`): of several rows, or that collect hidden states."""
     rows = len(request.input_ids)
     if rows > 1:
         raise ValueError(f"This request has {rows} rows; give each a request of its own, and num_return_sequences=1.")
@@ -253,11 +249,7 @@ def refuse_in_seat(request: Request) -> None:
 def refuse_options(
     model: PreTrainedModel, generation_config: Any, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
 ) -> None:
-    """Raise for options of `generate` whose result a drafted run could not equal.
-
-    Raises:
-        ValueError: the message names the option and what to do instead.
-    """
+    """Raise for options of `generate` whose result a drafted run could not equal."""
     config = generation_config
     mode = config.get_generation_mode()
     # Processes that hold parts of the model would be kept in step by stock.
@@ -323,16 +315,14 @@ def refuse_cache_length(
 ) -> None:
     """Raise for a cache that does not fit the prompt, or is too short for the answer.
 
+    Stock would feed the prompt twice, leave a gap, or run over the end of a static cache (unless all rows ended).
+
     Args:
         windows: how many positions each of its attention layers attends to; None for all.
         cached: slots that the cache holds.
         first: slot of the first token (or embedding) that is passed.
         total: slots of prompt and cached prefix.
         slots: that the call may need.
-
-    Raises:
-        ValueError: stock would feed the prompt twice, leave a gap, or (unless every row ended early) run over the end
-            of a static cache.
     """
     if first > 0 == cached:
         raise ValueError(

@@ -237,11 +237,7 @@ class SuffixStore:
 
 
 def _check(names: Any, vocab_size: int, tokens: Array, owners: Array, right: Array, seen: Array) -> None:
-    """Compare the parts of a file with each other.
-
-    Raises:
-        ValueError: they are not those of a store.
-    """
+    """Raise if the parts of a file are not those of one store."""
     counts = ((right, np.float64), (seen, np.float64))
     if any(one.dtype != dtype or one.ndim != 1 for one, dtype in (*counts, (tokens, np.int32), (owners, np.int32))):
         raise ValueError("its arrays have other types or shapes")

@@ -49,9 +49,6 @@ def refuse_crossing(target: PreTrainedModel, prompt: int, cached: int, most: int
         cached: slots of the prompts that are in the cache already.
         most: tokens of the longest prompt and all that may be generated.
         shift: how far their positions lie above their numbers.
-
-    Raises:
-        ValueError: they would.
     """
     trained, grows = moving_rotary(target) or (getattr(target.config, "original_max_position_embeddings", None), False)
     # The last token is not run through the model.

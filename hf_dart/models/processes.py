@@ -47,11 +47,7 @@ def highest(model: Any, *numbers: float) -> list[float]:
 
 
 def refuse_different_calls(model: Any, input_ids: Tensor, generation_config: Any, tree_config: TreeConfig) -> None:
-    """Raise, in every process that holds a part of the model, if they were not called alike.
-
-    Raises:
-        ValueError: the prompts differ, or the options, or the generators that tokens would be drawn from.
-    """
+    """Raise, in each process that holds a part of the model, if prompts, options or generators of the calls differ."""
     if group_of(model) is None:
         return
     options = {name: one for name, one in vars(generation_config).items() if isinstance(one, int | float | str | list)}

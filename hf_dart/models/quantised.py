@@ -32,11 +32,7 @@ def rounding_of(model: PreTrainedModel) -> torch.dtype:
 
 
 def refuse_shared_scales(model: PreTrainedModel) -> None:
-    """Raise where a module's output for a token vanishes next to tokens of much larger numbers.
-
-    Raises:
-        ValueError: the message names the kind of module.
-    """
+    """Raise where a module's output for a token vanishes next to tokens of much larger numbers."""
     for part in _quantised(model):
         x = _inputs(part, model)
         # As far apart as the dtype allows: floating point of 8 bits has a range of its own.

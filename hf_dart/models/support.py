@@ -116,8 +116,7 @@ def refuse_cache(cache: Any) -> Cache:
 def refuse_compressed(cache: Cache, total: int) -> None:
     """Raise for a prefilled cache that does not hold every one of its `total` slots: position and entry part there.
 
-    Raises:
-        ValueError: hooks dropped some, as kvpress does, or layers of cross-attention hold an image.
+    Hooks may drop some, as kvpress does, or layers of cross-attention hold an image.
     """
     if not any(map(keeps_entries, cache.layers)):
         return

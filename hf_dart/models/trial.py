@@ -373,9 +373,6 @@ def refuse_extra_inputs(
         kinds: `mask_kinds` of it.
         shift: [..., B] of `position_shift`.
         extra: those inputs of stock's step after the prompt that are not text (`stock_steps.extra_inputs`).
-
-    Raises:
-        ValueError: the message names them.
     """
     if not extra:
         return

@@ -24,14 +24,6 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda model, head, run: model.generate(**GREEDY, assistant=head, tree_config={"nodes": 8}),
         r"tree_config= takes a TreeConfig, not \{'nodes': 8\}; give TreeConfig\(nodes=8\)",
     ),
-    "a tree as a dict, by default": (
-        lambda model, head, run: attach(model, head).generate(**GREEDY, tree_config={}),
-        r"tree_config= takes a TreeConfig, not \{\}",
-    ),
-    "a tree as a dict, by custom_generate": (
-        lambda model, head, run: model.generate(**GREEDY, custom_generate=head.generate, tree_config={"nodes": 8}),
-        "takes a TreeConfig",
-    ),
     "no field of trees": (
         lambda model, head, run: cast(Any, TreeConfig)(nods=8),
         "no field 'nods'; did you mean 'nodes'?",

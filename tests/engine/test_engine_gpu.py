@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # of torch's own, as it generates code
 ]
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
-OTHERS = ["llama", "qwen3", "mistral", "gpt2"]
+OTHERS = ["llama", "qwen3", "mistral", "gpt2", "qwen3_5", "lfm2"]
 ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
 
 

@@ -87,23 +87,6 @@ def test_compiled(family: str) -> None:
 @needs_a_driver
 @pytest.mark.gpu
 @pytest.mark.usefixtures("full_fp32")
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("lfm2", marks=pytest.mark.matrix)])
-def test_captured(family: str) -> None:
-    """Nothing is read on the host, and states stay where they are."""
-    target: Any = tiny_target(family, "sdpa", torch.float32).to("cuda")
-    head = tiny_head(target)
-    made = hf_dart.compile(target, head, backend=None, first_tier=64)
-    inputs = {name: ids.to("cuda") for name, ids in batch(4, "sdpa").items()}
-    label, into = f"{family}, captured", tally("fp32, running states captured")
-    options = {**MODES["T=1"], "max_new_tokens": 16, "tree_config": TREE}
-    assert_identical_up_to_near_ties(target, head, inputs, into=into, label=label, **options)
-    assert made.tiers
-    assert all(made.tiers)
-
-
-@needs_a_driver
-@pytest.mark.gpu
-@pytest.mark.usefixtures("full_fp32")
 def test_captured_forwards_of_several_sizes() -> None:
     """A commit takes the states of the nodes of the forward that was launched, not of the one that was made last."""
     target: Any = tiny_target("lfm2", "sdpa", torch.float32).to("cuda")
