@@ -128,7 +128,7 @@ class SlotStore:
 
     def shown_to(self, index: int, end: int) -> Tensor:
         """Entries [B, heads, S, head_dim] of a buffer that are shown to new ones, the last of which is before `end`."""
-        return self.buffer(index)[:, :, self.shown - self.first : end - self.first]
+        return self.buffer(index).narrow(2, self.shown - self.first, end - self.shown)
 
     def write(self, index: int, values: Tensor, positions: Tensor | int) -> Tensor:
         """Write `values` [B, heads, Q, head_dim] at `positions` and return the whole buffer.
@@ -408,10 +408,16 @@ class SlotCache:
         path = path.to(self.lengths.device)
         source = self.start + path
         target = self.lengths[:, None] + torch.arange(path.shape[1], device=path.device)
-        if not self.fixed and torch.equal(source, target):  # roots of rows of equal length are in place already
+        if self.fixed or any(store.storage.device.type != "cpu" for store in self.stores):
+            for store in self.stores:
+                store.move(source, target)
             return
-        for store in self.stores:
-            store.move(source, target)
+        # On a CPU a few small copies take less time than indices; in this order none overwrites what is yet to be read.
+        for row, places in enumerate(zip(source.tolist(), target.tolist(), strict=True)):
+            for old, new in zip(*places, strict=True):
+                if old != new:
+                    for store in self.stores:
+                        store.storage[:, row, :, new - store.first] = store.storage[:, row, :, old - store.first]
 
     def advance(self, counts: Tensor) -> None:
         """Count `counts` [B] more committed entries, which lie in their slots already."""

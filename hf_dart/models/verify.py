@@ -148,7 +148,7 @@ class Verifier:
 
     def _sees_all(self) -> bool:
         """Return True if roots attend to every entry of the cache, where stock's attention would run without a mask."""
-        return all(bool((self.cache.past_positions(kind.layer) >= 0).all()) for kind in self.kinds)
+        return not self.kinds or self.cache.entries.shortest == self.cache.longest
 
     def _plain_masks(self) -> Any:
         """Return the mask of stock's step, [B, S + 1], for targets that take padding masks; else no masks."""
