@@ -127,12 +127,15 @@ class Walker:
         """Return the target's token after every node, [B, N]."""
         scores = logits.to(dtype=torch.float32, device=self._rows.device).flatten(0, 1)
         no_text = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)  # none of the processors reads it
-        scores = self._processors(no_text, scores).view_as(logits)
+        for processor in self._processors:  # a list of them would read the signature of each
+            scores = processor(no_text, scores)
+        scores = scores.view_as(logits)
         if self._noise is None:
             return scores.argmax(-1)
         window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
-        at_node = window[torch.arange(len(window), device=window.device)[:, None], tree.depths.to(window.device)]
-        return drawn(scores.softmax(-1).div_(at_node))
+        if tree.max_depth:
+            window = window[torch.arange(len(window), device=window.device)[:, None], tree.depths.to(window.device)]
+        return drawn(scores.softmax(-1).div_(window))
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """Return the target's next token of a row from its logits [1, V]."""
@@ -308,8 +311,6 @@ class NoiseStream:
         self._draw_to(max(starts) + depth)
         oldest = next(iter(self._blocks))
         starts = [max(start, oldest) for start in starts]
-        if depth == 1:  # no block is copied as a whole
-            return torch.stack([self._blocks[start][row] for row, start in enumerate(starts)])[:, None]
         return _window(self._blocks, starts, depth)
 
     def gumbel(self, starts: list[int], depth: int) -> Tensor:
@@ -361,10 +362,8 @@ def put_back(device: torch.device) -> Iterator[None]:
 
 def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:
     """[B, depth, V] blocks starts[b] .. starts[b] + depth - 1 of row b, each block being [B, V]."""
-    first, last = min(starts), max(starts)
-    together = torch.stack([blocks[position] for position in range(first, last + depth)], dim=1)
-    if first == last:
-        return together
-    device = together.device
-    places = torch.tensor(starts, device=device)[:, None] - first + torch.arange(depth, device=device)
-    return together[torch.arange(len(starts), device=device)[:, None], places]
+    first = min(starts)
+    if first == max(starts):
+        return torch.stack([blocks[position] for position in range(first, first + depth)], dim=1)
+    rows = [torch.stack([blocks[start + ahead][row] for ahead in range(depth)]) for row, start in enumerate(starts)]
+    return torch.stack(rows)
