@@ -4,7 +4,7 @@ The round is that of every call (`hf_dart.decoding.round`). Two of its parts lau
 target's forward over a tree, and the draft. On a GPU that takes longer than the target's weights take to be read; on a
 CPU, operators of small targets cost more than their arithmetic. Here both run on tensors of fixed shapes that stay
 where they are, so that they can be compiled by `torch.compile` without a graph break and replayed as CUDA graphs
-(`graphs.Launch`). Between them the host ranks drafts, grows trees and chooses tokens as in every other call, which is
+(`graphs.launched`). Between them the host ranks drafts, grows trees and chooses tokens as in every other call, which is
 why every drafter, processor and criterion works, and tokens are the same.
 
 A tier (`tier.Tier`) holds caches of T slots for the text and, after them, N slots for a tree. When a row might outgrow
