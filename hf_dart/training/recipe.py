@@ -72,10 +72,7 @@ def parser(drafter: str = "dart") -> HfArgumentParser:
 
 
 def read_recipe(words: Sequence[str]) -> Recipe:
-    """Return the options in `words`.
-
-    Args:
-        words: of a command line; the first may be a YAML or JSON file of option names and values.
+    """Return the options of a command line, whose first word may be a YAML or JSON file of names and values.
 
     Raises:
         ValueError: an option is unknown, missing or out of range, or the file cannot be read.

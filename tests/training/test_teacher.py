@@ -11,6 +11,7 @@ import torch
 from support.tiny_training import (
     LENGTHS,
     VOCABULARY,
+    Largest,
     batch_of,
     taught,
     tiny_head,
@@ -19,7 +20,6 @@ from support.tiny_training import (
     token_rows,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from hf_dart.training.objective.blocks import document_positions
@@ -134,21 +134,6 @@ def test_losses_and_figures_are_those_of_whole_distributions(kind: str, loss: st
     assert (by_hand.sum(0)[[0, 2, 3]] > 0).all()
 
 
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that operators return, but views of the target's table."""
-
-    def __init__(self, table: Tensor) -> None:
-        super().__init__()
-        self.table, self.elements = table.untyped_storage().data_ptr(), 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(one, Tensor) and one.untyped_storage().data_ptr() != self.table:
-                self.elements = max(self.elements, one.numel())
-        return result
-
-
 @pytest.mark.parametrize("size", [1000, None], ids=["draft vocabulary", "all tokens"])
 def test_memory_does_not_grow_with_text_and_vocabulary(size: int | None, tmp_path: Path) -> None:
     """A step and an evaluation over 262,144 tokens, of 2 x 300 tokens: no tensor as large as 5 % of all logits."""
@@ -161,9 +146,14 @@ def test_memory_does_not_grow_with_text_and_vocabulary(size: int | None, tmp_pat
     batch = batch_of(rows, head.draft_length, 3)
     target.requires_grad_(False)
     taught(trainer, batch)  # the target is tried out once
-    with Largest(target.lm_head.weight) as step:
+    table = target.lm_head.weight.untyped_storage().data_ptr()  # of which operators return views
+
+    def made(one: Tensor) -> bool:
+        return one.untyped_storage().data_ptr() != table
+
+    with Largest(made) as step:
         trainer.compute_loss(head, dict(batch)).backward()
-    with Largest(target.lm_head.weight) as evaluation:
+    with Largest(made) as evaluation:
         trainer.prediction_step(head, dict(batch), prediction_loss_only=False)
     whole, blocks = vocabulary * batch["input_ids"].numel(), vocabulary * (batch["anchors"] >= 0).sum()
     assert max(step.elements, evaluation.elements) <= blocks * head.draft_length < 0.05 * whole

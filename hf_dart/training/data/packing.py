@@ -45,17 +45,10 @@ class Packer:
             rows = [[number] for number in range(len(pieces))]
         columns: dict[str, list[np.ndarray]] = {"input_ids": [], "documents": [], "loss_mask": []}
         for row in rows:
-            ids = np.zeros(self.length, np.int32)
-            documents_of = np.full(self.length, -1, np.int32)
-            mask = np.zeros(self.length, bool)
-            at = 0
-            for number, piece in enumerate(row):
-                end = at + len(pieces[piece][0])
-                ids[at:end], mask[at:end] = pieces[piece]
-                documents_of[at:end] = number
-                at = end
-            for column, values in zip(columns.values(), (ids, documents_of, mask), strict=True):
-                column.append(values)
+            ids, mask = (np.concatenate(parts) for parts in zip(*(pieces[piece] for piece in row), strict=True))
+            numbers = np.repeat(np.arange(len(row), dtype=np.int32), [len(pieces[piece][0]) for piece in row])
+            for column, values, blank in zip(columns.values(), (ids, numbers, mask), (0, -1, False), strict=True):
+                column.append(np.pad(values, (0, self.length - len(values)), constant_values=blank))
         return columns
 
     def _cut(self, ids: np.ndarray, mask: np.ndarray) -> Iterable[Document]:

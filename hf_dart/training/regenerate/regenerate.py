@@ -99,11 +99,7 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
 
 
 def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tuple[Any, Encoder]]:
-    """Return the documents, shuffled unless they are streamed, and the encoder of each source.
-
-    Raises:
-        ValueError: a source cannot be read.
-    """
+    """Return the documents, shuffled unless they are streamed, and the encoder of each source."""
     sources = []
     for names in group_files(arguments.train_data):
         documents, encoder = open_encoded(arguments, names, "train", tokenizer, 1)

@@ -48,11 +48,7 @@ class DrafterArguments:
     tree: str | None = option(None, "fields of the drafter's TreeConfig, as JSON")
 
     def config(self) -> dict[str, Any]:
-        """Return the fields of the config that were given.
-
-        Raises:
-            ValueError: `tree` is no JSON object.
-        """
+        """Return the fields of the config that were given."""
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("drafter", "head")}
         if self.tree is not None:
             given["tree"] = json_object("tree", self.tree, '{"nodes": 16}')
@@ -60,11 +56,7 @@ class DrafterArguments:
 
 
 def json_object(name: str, text: str, example: str) -> dict[str, Any]:
-    """Return the JSON object that an option was given.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return the JSON object that an option was given."""
     try:
         return dict(json.loads(text))
     except (TypeError, ValueError) as error:

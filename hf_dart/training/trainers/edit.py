@@ -103,12 +103,7 @@ class EditTrainer(DartTrainer):
 
     @torch.no_grad()
     def _slots(self, inputs: dict[str, Any], goals: Goals, states: Tensor) -> Tensor:
-        """Return the tokens that the slots hold in the edit pass [B, K (d - 1)]; -1 in absent blocks.
-
-        Args:
-            inputs, goals: of `block_states`.
-            states: [B, T - 1 + K (d - 1), H] of the first pass.
-        """
+        """Return the tokens [B, K (d - 1)] of the slots after a first pass of `states` [B, S, H]; -1 where absent."""
         ids, anchors, length = inputs["input_ids"], inputs["anchors"], self.drafter.draft_length
         present = anchors >= 0
         places, _ = places_and_labels(inputs, length)

@@ -95,13 +95,7 @@ def draft_figures(counts: np.ndarray) -> dict[str, float]:
 
 @torch.no_grad()
 def counts_by_row(drafter: TrainedDrafter, drafts: Drafts, chunk_size: int) -> Tensor:
-    """Return the counts [B, 4 + 2 d] of the blocks of each row, for `draft_figures`.
-
-    Args:
-        drafter: the drafter that made them.
-        drafts: the blocks of a batch.
-        chunk_size: blocks whose logits are held at a time; 0 holds all.
-    """
+    """Return the counts [B, 4 + 2 d] of a batch's blocks, by row; 0 as `chunk_size` holds the logits of all blocks."""
     ids, vocabulary = drafts.inputs["input_ids"], drafter.draft_vocabulary
     counts = []
     for part in drafts.split(chunk_size):
@@ -139,9 +133,6 @@ def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) ->
     """Prompts from the first `count` rows: token ids [length or less] of their first documents.
 
     Of a text its beginning; of a conversation what comes before the first token that is learned, the assistant's.
-
-    Raises:
-        ValueError: a row has images.
     """
     prompts = []
     for row in itertools.islice(rows, count):

@@ -148,7 +148,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             generator: of all random numbers; a resumed run gets the same.
 
         Returns:
-            How many blocks its loss will be a sum over.
+            Number of blocks that its loss will be a sum over.
         """
         count, mask = self.args.anchors_per_row, inputs.get("loss_mask")
         drawn = draw_anchors(inputs["documents"], count, self.drafter.draft_length, generator, mask)
@@ -237,9 +237,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Return a step's micro-batches with all that is random in them, and its items on all processes.
 
         The loader runs ahead of the step: numbers drawn there would be others in a resumed run.
-
-        Raises:
-            ValueError: step after step has nothing to train on.
         """
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         generator = seeded(self.args.seed, self.state.global_step, self.args.process_index)
@@ -327,13 +324,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         return [drafts]
 
     def _figures(self, found: EvalPrediction) -> dict[str, float]:
-        """Return the mean loss of all blocks of an evaluation, and how good their drafts are (`draft_figures`).
-
-        `metric_for_best_model="tau"` then keeps the checkpoint that drafts best.
-
-        Raises:
-            ValueError: no row holds a block.
-        """
+        """Return the mean loss of all blocks of an evaluation, and how good their drafts are (`draft_figures`)."""
         loss, items = np.asarray(found.label_ids).sum(0, dtype=np.float64).tolist()
         if not items:
             raise ValueError(
@@ -363,14 +354,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         revision: str | None = None,
         **known: Any,
     ) -> CommitInfo | None:
-        """Push the drafter with its card in one commit, as `hf_dart.hub.publish.push_folder` does.
+        """Push the drafter with its card in one commit, which is waited for; None on all processes but the main one.
 
         Args:
-            blocking: of no effect; the commit is waited for.
-            known: more about the head, as for `push_folder`.
-
-        Returns:
-            The commit; None on all processes but the main one.
+            known: more about the head, as for `hf_dart.hub.publish.push_folder`.
         """
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
