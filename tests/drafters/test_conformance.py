@@ -18,6 +18,7 @@ from support.assistants import gemma4_drafter, gemma4_target
 from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
 from support.compare import Tally, assert_identical, run, tally
 from support.guests import dflash_drafter
+from support.heads import assert_saved
 from support.interruptions import interrupt
 from support.modules import with_module
 from support.sentences import refused
@@ -166,18 +167,7 @@ def test_stocks_assisted_loop(pairs: Any, kind: str) -> None:
 def test_save_and_load(pairs: Any, tmp_path: Path, kind: str) -> None:
     target = pairs(kind if kind in MAKERS else "dart")[0]
     drafter = {**MAKERS, **SAVED_PARTS}[kind](target)
-    before = torch.get_rng_state()
-    drafter.save_pretrained(tmp_path)
-    loaded = load_drafter(str(tmp_path), target=target)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert type(loaded) is type(drafter)
-    assert not loaded.training
-    configs = [{**one.config.to_dict(), "_name_or_path": None} for one in (loaded, drafter)]
-    assert configs[0] == configs[1]
-    state = loaded.state_dict()
-    assert state.keys() == drafter.state_dict().keys()
-    assert all(torch.equal(value, state[name]) for name, value in drafter.state_dict().items())
-    runs = []
+    loaded, runs = assert_saved(drafter, target, tmp_path), []
     for each in (drafter, loaded):
         assert_identical(target, each, prompts([7, 4]), **SAMPLED, tree_config=TreeConfig(nodes=8))
         runs.append(each.last_stats.to_dict() | {"seconds": None})

@@ -1,4 +1,4 @@
-"""Drafters take in a long text in parts: the same draft, without masks that grow with its length squared."""
+"""Drafters take in texts in parts and in batches: the same draft, without masks that grow with a text's square."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from support.assistants import gemma4_drafter, gemma4_target
+from support.guests import dflash_drafter
 from support.modules import with_module
 from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dart import LanguageModelDrafter, MtpDrafter
+from hf_dart import LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.drafters import base
 from hf_dart.drafters.base import Verified
 
 PARTS = 8  # entries of one
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
 Make = Callable[[Path], Any]
 DRAFTERS: dict[str, Make] = {
     "head": lambda _: tiny_head(tiny_target("llama")),
@@ -32,6 +35,8 @@ DRAFTERS: dict[str, Make] = {
     "language model": lambda _: LanguageModelDrafter(
         tiny_target("gemma3", seed=1, max_position_embeddings=512), tiny_target("llama")
     ),
+    "dflash": lambda folder: dflash_drafter(folder, tiny_target("qwen3"), **SLIDING),
+    "gemma4": lambda folder: gemma4_drafter(folder, attach(gemma4_target(vocab_size=VOCABULARY))),
     "module": lambda folder: MtpDrafter.from_target(with_module("glm4_moe", folder)[0]),
 }
 
@@ -80,6 +85,30 @@ def test_drafts_are_those_of_a_text_taken_in_at_once(
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", DRAFTERS)
+def test_rows_of_a_batch_are_drafted_for_as_if_alone(name: str, tmp_path: Path) -> None:
+    """Whatever the other rows have brought: some more positions, some fewer, some none in a round."""
+    drafter = DRAFTERS[name](tmp_path)
+    parts = [text(drafter, counts, seed) for seed, counts in enumerate([[9, 1, 4], [0, 3, 1], [1, 0, 5], [2, 3, 1]])]
+
+    def drafted(rows: list[int]) -> Any:
+        state = drafter.begin(len(rows), 4)
+        drafter.read_first(state, parts[0].next_tokens[rows, :1], torch.ones(len(rows), dtype=torch.long))
+        for number, part in enumerate(parts):
+            width = max(1, int(part.counts[rows].max()))
+            seen = part.features[rows, :width], part.next_tokens[rows, :width], part.counts[rows]
+            if number == 1:
+                drafter.extend(state, *seen)
+            else:
+                proposal = drafter.propose(state, *seen)
+        return proposal.logits
+
+    together = drafted([0, 1, 2])
+    for row in range(3):
+        torch.testing.assert_close(together[row], drafted([row])[0], rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DRAFTERS)
 def test_nothing_grows_with_the_square_of_the_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, length = DRAFTERS[name](tmp_path), 320
     taken = text(drafter, [length], 0)
@@ -91,4 +120,5 @@ def test_nothing_grows_with_the_square_of_the_text(name: str, tmp_path: Path, mo
                 take_in(drafter.begin(1, length), *taken)
             sizes.append(largest.elements)
     assert max(sizes[2:]) < length**2 // 2
-    assert name == "diffusion" or min(sizes[:2]) >= length**2  # whose extend has parts of its own
+    # Diffusion has parts of its own, and the last two no mask of all pairs of positions.
+    assert name in ("diffusion", "dflash", "gemma4") or min(sizes[:2]) >= length**2

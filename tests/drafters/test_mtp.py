@@ -70,32 +70,6 @@ def test_drafts_are_those_of_transformers(folders: Any, family: str, dtype: torc
     assert largest < (1e-4 if dtype == torch.float32 else 1e-6)
 
 
-@torch.no_grad()
-def test_rows_of_a_batch_are_drafted_for_as_if_alone(folders: Any) -> None:
-    """Whatever the other rows have brought: some more positions, some fewer, some none in a round."""
-    target, _, _ = folders("glm4_moe")
-    drafter = MtpDrafter.from_target(target, beam=2, draft_length=3)
-    generator = torch.Generator().manual_seed(0)
-    features = torch.randn(3, 12, target.config.hidden_size, generator=generator, dtype=torch.float64)
-    tokens = torch.randint(2, 48, (3, 12), generator=generator)
-    chunks = torch.tensor([[4, 1, 2], [0, 3, 1], [1, 0, 5], [2, 3, 1]])  # positions that each row brings, call by call
-
-    def drafted(rows: list[int]) -> Any:
-        state, read = drafter.begin(len(rows), 16), torch.zeros(len(rows), dtype=torch.long)
-        for counts in chunks[:, rows]:
-            at = (read[:, None] + torch.arange(max(1, int(counts.max())))).clamp(max=11)
-            given = features[rows].gather(1, at[..., None].expand(-1, -1, features.shape[-1]))
-            proposal = drafter.propose(state, given, tokens[rows].gather(1, at), counts)
-            read = read + counts
-        return proposal
-
-    together = drafted([0, 1, 2])
-    for row in range(3):
-        alone = drafted([row])
-        assert torch.equal(together.branches[row], alone.branches[0])
-        torch.testing.assert_close(together.conditional[row], alone.conditional[0], rtol=1e-5, atol=1e-5)
-
-
 def known_to_stock(target: Any) -> Any:
     """Stock knows the numbers of the last layers of what is published, not of tiny ones."""
     number = target.config.num_hidden_layers

@@ -11,7 +11,7 @@ from support.cases import MODES
 from support.checkpoints import save
 from support.compare import assert_identical
 from support.eagle3 import forward, original_checkpoint, original_config, original_tensors
-from support.heads import draft_after, features_of
+from support.heads import assert_saved, draft_after, features_of
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
 from support.users import letters
@@ -71,10 +71,7 @@ def test_logits_are_those_of_the_released_forward(target: Any, tmp_path: Path, v
 @pytest.mark.parametrize("scored", [48, 30])
 def test_saved_in_our_format_it_has_the_same_weights(target: Any, tmp_path: Path, scored: int) -> None:
     head = load(original_checkpoint(tmp_path / "theirs", target, draft_vocab_size=scored), target)
-    head.save_pretrained(tmp_path / "ours")
-    ours = load(tmp_path / "ours", target)
-    assert ours.state_dict().keys() == head.state_dict().keys()
-    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in head.state_dict().items())
+    ours = assert_saved(head, target, tmp_path / "ours")
     assert_identical(target, ours, prompts([7]), **MODES["greedy"], max_new_tokens=12)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart import DartHead, DiffusionDrafter
+from hf_dart import DartHead, DiffusionDrafter, load_drafter
 from hf_dart.drafters.base import Verified
 from hf_dart.drafters.layers import take
 from hf_dart.models.verify import features_request, gather_features
@@ -103,6 +103,27 @@ def draft_after(target: Any, drafter: Any, ids: Tensor, depth: int | None = None
     drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
     last = (state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]), depth)
     return drafter.propose(*last) if score is None else drafter.propose_ranked(*last, score)
+
+
+def assert_saved(drafter: Any, target: Any, folder: Any) -> Any:
+    """Check that a drafter is the same after it was saved and loaded, and return it."""
+    drafter.save_pretrained(folder)
+    before = torch.get_rng_state()
+    again = load_drafter(str(folder), target=target)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(again) is type(drafter)
+    assert not again.training
+    configs = [{**one.config.to_dict(), "_name_or_path": None} for one in (again, drafter)]
+    assert configs[0] == configs[1]
+    states = [one.state_dict() for one in (again, drafter)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(value, states[1][name]) for name, value in states[0].items())
+    features = torch.randn(1, 6, drafter.config.features_width, dtype=torch.float64)
+    taken = features, torch.arange(3, 9)[None], torch.tensor([6])
+    with torch.no_grad():
+        drafts = [one.propose(one.begin(1, 4), *taken).logits for one in (again, drafter)]
+    torch.testing.assert_close(*drafts, rtol=1e-9, atol=1e-9)  # products depend on where weights lie in memory
+    return again
 
 
 def assert_beam(
