@@ -24,6 +24,7 @@ from typing import Any
 
 from transformers import LlamaConfig, Qwen3Config
 
+from hf_dart.hub.checkpoint import refused
 from hf_dart.interop.decoder_layers import read_rope, read_vocabulary, read_widths, read_windows, scaled_rotation
 from hf_dart.interop.fields import HARMLESS, MANY, Fields
 from hf_dart.models.features import default_feature_layers
@@ -60,6 +61,11 @@ _LAYER_FIELDS = (
     "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "use_sliding_window",
     "vocab_size",
 )  # fmt: skip
+# Tensors of the first layer that tell what the others have, too.
+_TOLD_BY = {
+    "attention_bias": "self_attn.q_proj.bias", "output_bias": "self_attn.o_proj.bias",
+    "mlp_bias": "mlp.gate_proj.bias", "qk_norm": "self_attn.q_norm.weight",
+}  # fmt: skip
 _IGNORED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq")
 
 
@@ -210,18 +216,13 @@ def _fusion_norm(fields: Fields, nested: Fields) -> str:
 
 def _biases(layer: Fields, first: str, stored: Collection[str], path: str) -> dict[str, bool]:
     """Biases and norms of queries and keys, which the tensors tell."""
-    for name, tensor in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.gate_proj.bias")):
-        if layer.flag(name, False) and f"{first}.{tensor}" not in stored:
-            raise ValueError(f"The config.json of {path} says {name}: true, and its weights lack {first}.{tensor}.")
+    found = {name: f"{first}.{tensor}" in stored for name, tensor in _TOLD_BY.items()}
+    for name in ("attention_bias", "mlp_bias"):
+        if layer.flag(name, False) and not found[name]:
+            raise ValueError(f"The config.json of {path} says {name}: true, and its weights have no such biases.")
     for name in ("qkv_bias", "bias"):
         layer.given(name)
-    return {
-        "fusion_bias": "fc.bias" in stored,
-        "attention_bias": f"{first}.self_attn.q_proj.bias" in stored,
-        "output_bias": f"{first}.self_attn.o_proj.bias" in stored,
-        "mlp_bias": f"{first}.mlp.gate_proj.bias" in stored,
-        "qk_norm": f"{first}.self_attn.q_norm.weight" in stored,
-    }
+    return {**found, "fusion_bias": "fc.bias" in stored}
 
 
 def _rotation(layer: Fields, head_dim: int) -> dict[str, Any]:
@@ -238,13 +239,8 @@ def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3"
     kind = given.choice("model_type", kinds, "qwen3")
     known = {name: value for name in _LAYER_FIELDS if (value := given.given(name)) is not None}
     given.finish((*HARMLESS, *_REMARKS))
-    try:
+    with refused(f"The transformer_layer_config of this {fields.kind}", "fetch it again"):
         whole = _LAYERS[kind](**known).to_dict()
-    except Exception as error:  # transformers raises many kinds of errors for a field of a wrong type
-        words = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"The transformer_layer_config of this {fields.kind} describes no layer ({words}); fetch it again."
-        ) from error
     return Fields({name: whole[name] for name in _LAYER_FIELDS if whole.get(name) is not None}, given.kind)
 
 

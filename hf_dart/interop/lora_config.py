@@ -11,6 +11,7 @@ from typing import Any
 from peft import LoraConfig
 from torch import Tensor
 
+from hf_dart.hub.checkpoint import refused
 from hf_dart.hub.download import ADAPTER_CONFIG
 
 # Fields that are handed to PEFT if they hold numbers, names, or lists or tables of them; of others those that PEFT has
@@ -62,8 +63,5 @@ def lora_of(path: str, content: dict[str, Any], state: dict[str, Tensor]) -> Lor
         named = sorted({key.partition(".lora_")[0] for key in state if ".lora_" in key})
     taken = {*_PLAIN, "base_model_name_or_path", "revision"}
     known = {name: value for name, value in content.items() if name in taken and value is not None}
-    try:
+    with refused(f"The {ADAPTER_CONFIG} in {path}", "fetch it again"):
         return LoraConfig(**{**known, "target_modules": named})
-    except (TypeError, KeyError, ValueError) as error:
-        words = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"The {ADAPTER_CONFIG} in {path} is not one of PEFT ({words}); fetch it again.") from error
