@@ -15,8 +15,11 @@ from support.compare import assert_identical, tally
 from support.heads import assert_beam, draft_after
 from support.sentences import not_read
 from support.tiny import tiny_target
+from surveys.media_by_class import MEDIA
+from surveys.multimodal_classes import inputs_with_media
+from surveys.small import builds_with
 
-from hf_dart import Gemma4Drafter, TreeConfig, load_drafter
+from hf_dart import Gemma4Drafter, TreeConfig, attach, load_drafter
 
 EXACT = tally("float64, assistants of Gemma 4", least=1.3)
 PAIRS = [("Gemma4", 0, False), ("Gemma4", 3, True), ("Gemma4Unified", 0, True)]
@@ -53,6 +56,15 @@ def test_text_is_stocks(tmp_path: Path, family: str, shared: int, ordered: bool)
         for tree in (TreeConfig(nodes=12), TreeConfig.chain(4)):
             inputs = {"input_ids": ids, "attention_mask": seen}
             assert_identical(target, drafter, inputs, **mode, tree_config=tree, into=EXACT)
+
+
+def test_text_after_images_is_stocks(tmp_path: Path) -> None:
+    media = MEDIA["Gemma4ForConditionalGeneration"]
+    text = gemma4_target(vocab_size=96).config.to_diff_dict()  # image tokens among them
+    target = next(builds_with("Gemma4ForConditionalGeneration", "sdpa", {**media.own, "text_config": text}))
+    drafter = gemma4_drafter(tmp_path, attach(target))
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target, drafter, inputs_with_media(target, media), **mode, into=EXACT)
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
