@@ -44,13 +44,16 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=_run)
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def app_of(arguments: argparse.Namespace) -> Any:
+    """Return the ASGI app of a server with the options of `hf-dart serve`, its model loaded.
+
+    Raises:
+        UserError: packages are missing, or files cannot be read.
+    """
     if not all(map(find_spec, _NEEDED)):
         raise UserError("A server needs more packages; install hf-dart[serve].")
     template = None if arguments.chat_template is None else read_text(arguments.chat_template, "the chat template ")
     pair = common.load(arguments)
-    import uvicorn
-
     from hf_dart.decoding.suffix_store import SuffixStore
     from hf_dart.serve.app import build_app
     from hf_dart.serve.service import Limits, Service, length_of
@@ -70,14 +73,16 @@ def _run(arguments: argparse.Namespace) -> int:
     memory = SuffixStore(arguments.memory << 20) if arguments.memory else None
     target = arguments.target or pair.target_name
     names = dict.fromkeys([pair.target_name, target, Path(target).name])
-    app = build_app(
-        Service(pair.model, pair.tokenizer, pair.head, [*names], limits, memory),
-        api_key=arguments.api_key or os.environ.get(_KEY),
-        enable_cors=arguments.enable_cors,
-    )
+    service = Service(pair.model, pair.tokenizer, pair.head, [*names], limits, memory)
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("hf_dart.serve").setLevel(logging.INFO)
-    uvicorn.run(
-        app, host=arguments.host, port=arguments.port, access_log=False, timeout_graceful_shutdown=arguments.grace
-    )
+    return build_app(service, arguments.api_key or os.environ.get(_KEY), arguments.enable_cors)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    app = app_of(arguments)
+    import uvicorn
+
+    options = {"host": arguments.host, "port": arguments.port, "timeout_graceful_shutdown": arguments.grace}
+    uvicorn.run(app, access_log=False, **options)
     return 0
