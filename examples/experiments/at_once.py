@@ -38,7 +38,8 @@ def main() -> None:
     pair = load(arguments)
     model, requests = pair.model, arguments.requests
     suites = [open_suite(name, pair.tokenizer, -(-requests // len(PACKAGED)), 300) for name in PACKAGED]
-    prompts = [ids for row in zip(*suites, strict=True) for ids in row][:requests]
+    categories = [prompts for suite in suites for prompts in suite.values()]
+    prompts = [ids for row in zip(*categories, strict=True) for ids in row][:requests]
     options = {"max_new_tokens": arguments.new_tokens, "eos_token_id": None, "do_sample": arguments.sampled}
     options |= {"temperature": 1.0, "top_k": 0} if arguments.sampled else {}
 
