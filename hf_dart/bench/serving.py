@@ -52,10 +52,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer: seconds to its first token and to its end, tokens, and its text; `error` says what went wrong."""
+    """One answer: seconds to its first token, tokens, and its text; `error` says what went wrong."""
 
     first: float = 0.0
-    seconds: float = 0.0
     tokens: int = 0
     text: str = ""
     error: str | None = None
@@ -116,7 +115,7 @@ def ask(port: int, body: dict[str, Any]) -> Answer:
         return Answer(error=f"{error.code} {error.read().decode(errors='replace'):.200}")
     except (OSError, HTTPException, ValueError) as error:
         return Answer(error=f"{type(error).__name__}: {error}")
-    return Answer(first, time.perf_counter() - begun, tokens, text, None if tokens else "no tokens were counted")
+    return Answer(first, tokens, text, None if tokens else "no tokens were counted")
 
 
 def measure(
@@ -157,8 +156,7 @@ def _loaded(
     before, begun = _cpu_seconds(process), time.perf_counter()
     with ThreadPoolExecutor(clients) as pool:
         answers = [*chain(*pool.map(client, range(clients), pauses(settings, clients)))]
-    seconds, after = time.perf_counter() - begun, _cpu_seconds(process)
-    used = None if before is None or after is None else after - before
+    seconds, used = time.perf_counter() - begun, _cpu_seconds(process) - before
     good = [(one, text) for one, text in answers if one.error is None]
     firsts, tokens = [one.first for one, _ in good] or [0.0], sum(one.tokens for one, _ in good)
     return {
@@ -181,11 +179,11 @@ def pauses(settings: Settings, clients: int) -> list[list[float]]:
     return [[random.expovariate(1 / settings.pause) for _ in range(settings.requests)] for _ in range(clients)]
 
 
-def _cpu_seconds(process: int) -> float | None:
-    """Processor seconds that a process has used; None where the system has no /proc."""
+def _cpu_seconds(process: int) -> float:
+    """Processor seconds that a process has used; 0 where the system has no /proc."""
     stat = Path(f"/proc/{process}/stat")
     if not stat.exists():
-        return None
+        return 0.0
     user, system = stat.read_text().rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
@@ -205,10 +203,9 @@ def as_table(results: dict[str, list[dict[str, Any]]]) -> str:
     rows = []
     for at_once in zip(*results.values(), strict=True):
         for name, one in zip(results, at_once, strict=True):
-            cpu = one["tokens_per_cpu_second"]
-            figures = (one["first_token_median"], one["first_token_p95"])
-            counts = f"{one['failed']} of {one['requests']}", f"{one['as_alone']} of {one['requests'] - one['failed']}"
-            times = [f"{seconds:.2f} s" for seconds in figures]
-            speeds = f"{one['tokens_per_second']:.0f}", "" if cpu is None else f"{cpu:.0f}"
+            cpu, requests, failed = one["tokens_per_cpu_second"], one["requests"], one["failed"]
+            times = [f"{one[figure]:.2f} s" for figure in ("first_token_median", "first_token_p95")]
+            speeds = [f"{one['tokens_per_second']:.0f}", "" if cpu is None else f"{cpu:.0f}"]
+            counts = [f"{failed} of {requests}", f"{one['as_alone']} of {requests - failed}"]
             rows.append([str(one["clients"]), name, *times, *speeds, *counts])
     return "\n".join(markdown(_COLUMNS, rows))

@@ -99,6 +99,13 @@ def iterate_many(
     """
     seeds: Iterable[int | None] = repeat(None) if seed is None else count(seed) if isinstance(seed, int) else seed
     handles: deque[Handle] = deque()
+
+    def done(count: int) -> Iterator[Handle]:
+        for _ in range(count):
+            handles[0].exception()  # waits for its end
+            yield handles.popleft()
+            bar.update()
+
     total = len(prompts) if isinstance(prompts, Sized) else None
     with (
         Batcher(model, drafter, seats=seats, max_tokens=max_tokens) as batcher,
@@ -107,30 +114,21 @@ def iterate_many(
         for prompt, own_seed in zip(prompts, seeds, strict=False):
             handles.append(_submitted(batcher, prompt, own_seed, tokenizer, options))
             if len(handles) == 2 * seats:
-                yield _done(handles.popleft())
-                bar.update()
-        while handles:
-            yield _done(handles.popleft())
-            bar.update()
+                yield from done(1)
+        yield from done(len(handles))
 
 
 def _submitted(batcher: Batcher, prompt: Any, seed: int | None, tokenizer: Any, options: Mapping[str, Any]) -> Handle:
     """Submit a prompt; where it is refused, return a handle that has failed."""
-    named = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
     try:
         if isinstance(prompt, str):
             if tokenizer is None:
                 raise TypeError("A prompt is text, and no tokenizer was given; pass tokenizer=.")
-            named = dict(tokenizer(prompt, return_tensors="pt").to(batcher.device))
+            prompt = tokenizer(prompt, return_tensors="pt").to(batcher.device)
+        named = prompt if isinstance(prompt, Mapping) else {"input_ids": prompt}
         own = {name: copy.deepcopy(options[name]) for name in _WITH_STATE if name in options}
         return batcher.submit(**named, seed=seed, tokenizer=tokenizer, **{**options, **own})
     except Exception as refusal:
         handle = Handle(seed or 0)
         handle.end(None, refusal)
         return handle
-
-
-def _done(handle: Handle) -> Handle:
-    """Wait for the end of a request."""
-    handle.exception()
-    return handle

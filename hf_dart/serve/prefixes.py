@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from copy import copy
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,15 +25,11 @@ _RECENT = 32  # prompts that a new one is compared with
 _LEAST = 32  # tokens that are worth a cache
 
 
-@dataclass(frozen=True)
-class _Prefix:
-    """A beginning of prompts.
+class _Prefix(NamedTuple):
+    """A beginning of prompts: tokens [n + 1], of which stock's cache holds n, and what the drafter has of them.
 
-    Attributes:
-        tokens: [n + 1], the last of which the cache does not hold.
-        cache: stock's, of n tokens; its layers make new tensors when they grow, so that copies share these.
-        state: of the drafter, which has taken in the first n - 1 positions; None if it is read again.
-        features: [1, 1, F] of the last position.
+    Layers of the cache make new tensors when they grow, so that copies share these. `state` is the drafter's, after the
+    first n - 1 positions (None: it reads them again), and `features` [1, 1, F] are those of the last one.
     """
 
     tokens: Tensor
@@ -71,7 +67,7 @@ class Prefixes:
         fitting = [one for one in self._kept if _common(ids, one.tokens) == len(one.tokens)]
         if fitting:
             prefix = max(fitting, key=lambda one: len(one.tokens))
-            self._kept = [*(one for one in self._kept if one is not prefix), prefix]
+            self._kept.sort(key=lambda one: one is prefix)
             request = _over(request, prefix)
         return request, shared if shared - request.cached >= _LEAST else 0
 
@@ -95,14 +91,12 @@ class Prefixes:
             request, shared: as `begin` returned them, the request in pieces.
             reader: between two pieces.
         """
-        read = reader.read
+        read, state = reader.read, reader.state
         if not read <= shared < read + request.generation_config.prefill_chunk_size or read > self._most:
             return
-        state, own = reader.state, None
-        if type(state) is SlotCache and int(state.counted[0]) == read - 1:
-            own = _copy(state)
-        cache = _sharing(request.stock_cache)
-        self._kept.append(_Prefix(request.input_ids[0, : read + 1].cpu(), cache, own, reader.last))
+        own = _copy(state) if type(state) is SlotCache and int(state.counted[0]) == read - 1 else None
+        tokens = request.input_ids[0, : read + 1].cpu()
+        self._kept.append(_Prefix(tokens, _sharing(request.stock_cache), own, reader.last))
         while sum(len(one.tokens) - 1 for one in self._kept) > self._most:
             del self._kept[0]
 
