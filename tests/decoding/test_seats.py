@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from hf_dart.decoding.seats import Seats
 from hf_dart.decoding.session import Session
 from hf_dart.models.stock_steps import CACHE
 
-ENDS = {"eos_token_id": [3, 11], "pad_token_id": 0}
 Request = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
@@ -32,64 +30,6 @@ def stocks(target: Any, request: Request, seed: int, **more: Any) -> Any:
     inputs, options = request
     torch.manual_seed(seed)
     return type(target).generate(target, **inputs, **options, **more)
-
-
-def requests(count: int, seed: int) -> list[Request]:
-    """Prompts of many lengths, greedy and sampled, some of them short, some penalised, some ending early."""
-    random = Random(seed)
-    drawn = []
-    for number in range(count):
-        options: dict[str, Any] = {"do_sample": random.random() < 0.9, "max_new_tokens": random.choice([1, 6, 14, 30])}
-        if options["do_sample"]:
-            options |= random.choice([*[{"top_k": 0}] * 3, {"temperature": 0.7, "top_p": 0.9}])
-        options |= random.choice([{}, ENDS, {"repetition_penalty": 1.3}])
-        drawn.append((prompts([random.choice([3, 7, 12, 20])], seed=100 * seed + number), options))
-    return drawn
-
-
-def run(target: Any, head: Any, todo: list[Request], size: int, seed: int) -> list[Any]:
-    """All requests in so many seats; they come when there is room, and now and then later."""
-    random, seats = Random(seed), Seats(size)
-    outputs: list[Any] = [None] * len(todo)
-    numbers: dict[int, int] = {}
-    waiting = [*range(len(todo))]
-    rounds = committed = 0
-    while waiting or seats.taken:
-        while waiting and seats.free and random.random() < 0.7:
-            number = waiting.pop(0)
-            inputs, options = todo[number]
-            generator = torch.Generator().manual_seed(number)
-            session = opened(target, generator, assistant=head, **inputs, **options)
-            numbers[id(session)] = number
-            if session.rows.finished:
-                outputs[number] = close_call(session)
-            else:
-                seats.take(session)
-        for session, failure in seats.round():
-            assert failure is None
-            outputs[numbers[id(session)]] = close_call(session)
-            rounds, committed = rounds + session.stats.rounds, committed + session.stats.tokens
-    assert committed / rounds > 1.3
-    return outputs
-
-
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(2, 12))])
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama",
-        "gemma3",
-        pytest.param("gpt2", marks=pytest.mark.matrix),
-        pytest.param("qwen3_5", marks=needs_running_states),
-        pytest.param("lfm2", marks=[pytest.mark.matrix, needs_running_states]),
-    ],
-)
-def test_each_writes_what_it_writes_alone(family: str, seed: int) -> None:
-    target = tiny_target(family)
-    todo = requests(9, seed)
-    found = run(target, tiny_head(target), todo, 3, seed)
-    for number, (request, output) in enumerate(zip(todo, found, strict=True)):
-        assert torch.equal(output, stocks(target, request, number)), number
 
 
 class Fails(LogitsProcessor):

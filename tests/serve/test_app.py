@@ -88,6 +88,16 @@ def stocks(target: Any, number: int, seed: int, tokens: int) -> tuple[str, str]:
     return stock(target, PROMPT, seed, max_new_tokens=tokens, **options)
 
 
+def joined(parts: Any, texts: int = 1) -> list[tuple[str, str]]:
+    """Each text of a completion or its stream, and how it ends."""
+    found = [("", "")] * texts
+    for part in parts:
+        for choice in part.choices:
+            text, end = found[choice.index]
+            found[choice.index] = text + choice.text, choice.finish_reason or end
+    return found
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_texts_under_load_are_those_of_stock(target: Any, service: Service, client: Any, stream: bool) -> None:
     """Three seats for eight calls of two texts at once: greedy and sampled, each as alone."""
@@ -95,12 +105,7 @@ def test_texts_under_load_are_those_of_stock(target: Any, service: Service, clie
     def ask(number: int) -> list[tuple[str, str]]:
         given = {"model": NAME, "prompt": PROMPT, "max_tokens": 40, "n": 2, "seed": number, **CALLS[number][0]}
         answer = client.completions.create(**given, stream=stream)
-        texts, ends = ["", ""], ["", ""]
-        for part in answer if stream else [answer]:
-            for choice in part.choices:
-                texts[choice.index] += choice.text
-                ends[choice.index] = choice.finish_reason or ends[choice.index]
-        return list(zip(texts, ends, strict=True))
+        return joined(answer if stream else [answer], 2)
 
     drafted = read(service, "spec_decode_num_accepted_tokens_total")
     with ThreadPoolExecutor(len(CALLS)) as pool:
@@ -127,22 +132,19 @@ def wait_for(condition: Any) -> None:
 # ---- the routes ----------------------------------------------------------------------------------------------
 
 
-def test_models(client: Any) -> None:
-    assert [model.id for model in client.models.list()] == [NAME]
-    assert client.models.retrieve("other/name").id == NAME
-    with pytest.raises(openai.NotFoundError, match="no model 'tinny' here; leave it out, or name 'tiny'"):
-        client.models.retrieve("tinny")
-
-
 def test_names_of_the_model(address: str, client: Any) -> None:
     """Any of its names, and none at all."""
+    assert [model.id for model in client.models.list()] == [NAME]
+    assert client.models.retrieve("other/name").id == NAME
+    with pytest.raises(openai.NotFoundError, match="no model 'tinny' here; leave it out, or name 'tiny'") as refused:
+        client.models.retrieve("tinny")
+    assert refused.value.body["code"] == "model_not_found"
     given = {"prompt": PROMPT, "max_tokens": 3}
     bare = json.loads(ask(address, "/v1/completions", given)[1])
     texts = [client.completions.create(model=name, **given).choices[0].text for name in (NAME, "other/name")]
     assert texts == [bare["choices"][0]["text"]] * 2
-    with pytest.raises(openai.NotFoundError) as refused:
+    with pytest.raises(openai.NotFoundError):
         client.completions.create(model="other/model", **given)
-    assert refused.value.body["code"] == "model_not_found"
 
 
 def test_several_prompts(target: Any, client: Any) -> None:
@@ -156,13 +158,10 @@ def test_several_prompts(target: Any, client: Any) -> None:
         echoed = [prompt + text for prompt, (text, _) in zip(["abc", "abc", "Hello", "Hello"], texts, strict=True)]
         assert [choice.text for choice in answer.choices] == echoed
         parts = client.completions.create(prompt=asked, **given, stream=True, stream_options={"include_usage": True})
-        streamed = [""] * 4
-        for part in parts:
-            for choice in part.choices:
-                streamed[choice.index] += choice.text
-        assert streamed == echoed
-        assert answer.usage == part.usage
-        assert part.usage.prompt_tokens == 8
+        *parts, last = parts
+        assert [text for text, _ in joined(parts, 4)] == echoed
+        assert answer.usage == last.usage
+        assert last.usage.prompt_tokens == 8
 
 
 def test_stop_strings(target: Any, service: Service, client: Any) -> None:
@@ -172,11 +171,9 @@ def test_stop_strings(target: Any, service: Service, client: Any) -> None:
     cut = min(text.index(stop), text.index(other))
     given = {"model": NAME, "prompt": PROMPT, "max_tokens": 60, "seed": 5, "temperature": 1, "stop": [stop, other]}
     answer = client.completions.create(**given)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text[:cut], "stop")
+    assert joined([answer]) == [(text[:cut], "stop")]
     assert answer.usage.completion_tokens < 35
-    parts = [part.choices[0] for part in client.completions.create(**given, stream=True)]
-    assert "".join(part.text for part in parts) == text[:cut]
-    assert parts[-1].finish_reason == "stop"
+    assert joined(client.completions.create(**given, stream=True)) == [(text[:cut], "stop")]
     wait_for(lambda: service.batcher.running == 0)
 
 
