@@ -218,16 +218,6 @@ def test_sampling_follows_stocks_law(mode: str, three_words: tuple[Any, Any], mo
             assert weight == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_call_in_which_rotary_tables_change_is_refused() -> None:
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
-    model = tiny_target("llama", max_position_embeddings=32, rope_parameters=rope)
-    with pytest.raises(ValueError, match="set max_length to 33 or less"):
-        model.generate(**prompts([7]), max_new_tokens=40, custom_generate=stock_loop(tiny_head(model)))
-    stock = model.generate(**prompts([7]), do_sample=False, max_length=33)
-    ours = model.generate(**prompts([7]), do_sample=False, max_length=33, custom_generate=stock_loop(tiny_head(model)))
-    assert torch.equal(ours, stock)
-
-
 def test_streamer() -> None:
     model = tiny_target("llama")
     streamer = Listener()
@@ -294,38 +284,33 @@ def test_what_the_loop_gets_wrong_is_refused(case: str) -> None:
     torch.testing.assert_close(model.generate(**usual), model.generate(**prompts([7]), max_new_tokens=12))
 
 
-def test_a_cached_prefix_is_refused() -> None:
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_targets_and_caches_that_do_not_fit_are_refused() -> None:
+    def refused(model: Any, drafter: Any, says: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=says):
+            model.generate(**{**prompts([7]), "max_new_tokens": 40, **options}, custom_generate=stock_loop(drafter))
+
     model = tiny_target("llama")
+    head = tiny_head(model)
     first = model.generate(**prompts([7]), max_new_tokens=4, return_dict_in_generate=True)
-    with pytest.raises(ValueError, match="after a cached prefix"):
-        model.generate(
-            torch.nn.functional.pad(first.sequences, (0, 2), value=5),
-            **{CACHE: first[CACHE]},
-            max_new_tokens=4,
-            custom_generate=stock_loop(tiny_head(model)),
-        )
+    cached = {"input_ids": first.sequences, "attention_mask": None, CACHE: first[CACHE]}
+    refused(model, head, "after a cached prefix", **cached)
+    refused(tiny_target("llama", hidden_size=40, head_dim=10), head, "hidden")
+    refused(model.train(), head, "train mode")
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    ends = tiny_target("llama", max_position_embeddings=32, rope_parameters=rope)
+    refused(ends, tiny_head(ends), "set max_length to 33 or less")
+    options = {**prompts([7]), "do_sample": False, "max_length": 33}
+    assert torch.equal(ends.generate(**options, custom_generate=stock_loop(tiny_head(ends))), ends.generate(**options))
+    soft = get_peft_model(model.eval(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    refused(soft.double().eval(), head, "soft prompts")
 
 
 @needs_running_states
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
 def test_running_states_are_refused(family: str) -> None:
-    model = tiny_target(family, dtype=torch.float32)
     drafter = ReplayDrafter(torch.zeros(1, 40, dtype=torch.long), [0], VOCABULARY, misses=[0.0])
+    loop = stock_loop(drafter)
     with pytest.raises(ValueError, match="cannot take back drafts from a running state"):
-        model.generate(**prompts([7]), max_new_tokens=12, custom_generate=stock_loop(drafter))
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")
-def test_targets_that_do_not_fit_are_refused() -> None:
-    model, other = tiny_target("llama"), tiny_target("llama", hidden_size=40, head_dim=10)
-    with pytest.raises(ValueError, match="hidden"):
-        other.generate(**prompts([7]), max_new_tokens=4, custom_generate=stock_loop(tiny_head(model)))
-    head = tiny_head(model)
-    model.train()
-    with pytest.raises(ValueError, match="train mode"):
-        model.generate(**prompts([7]), max_new_tokens=4, custom_generate=stock_loop(head))
-    model.eval()
-    soft = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
-    with pytest.raises(ValueError, match="soft prompts"):
-        soft.generate(**prompts([7]), max_new_tokens=4, custom_generate=stock_loop(head))
+        tiny_target(family, dtype=torch.float32).generate(**prompts([7]), max_new_tokens=12, custom_generate=loop)
