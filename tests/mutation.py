@@ -13,19 +13,20 @@ from __future__ import annotations
 import argparse
 import ast
 import difflib
+import importlib
 import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = ROOT / "tests" / "mutants.toml"
@@ -42,6 +43,12 @@ ROOMS = {
     "cache/target_cache.py": [*_CACHES, *_PARTS, "models/test_running_states.py"],
     "engine/parts.py": _PARTS,
     "engine/tier.py": _PARTS,
+    "decoding/seats.py": ["decoding/test_seats.py", "serve/test_batcher.py"],
+    "serve/batcher.py": ["serve/test_batcher.py"],
+    "serve/prefixes.py": ["serve/test_prefixes.py", "serve/test_batcher.py"],
+    "decoding/suffix_store.py": ["decoding/test_suffix_store.py"],
+    "trees/copies.py": ["trees/test_copies.py", "decoding/test_suffix_store.py"],
+    "learning/ring.py": ["learning/test_learner.py"],
 }
 
 
@@ -139,12 +146,21 @@ def told(module: str, source: str, mutant: str) -> str:
 
 
 def noticed(copy: Path, tests: list[str], limit: float | None = None) -> bool:
-    """Return whether a test fails, or takes more than so many seconds of processor time."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{one}" for one in tests)]
-    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    # Of the processor, which a busy machine does not run out of sooner.
-    bound = None if limit is None else partial(resource.setrlimit, resource.RLIMIT_CPU, (int(limit), int(limit)))
-    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, preexec_fn=bound).returncode != 0
+    """Return whether a test fails, or takes more than so many seconds of processor time.
+
+    In a fork of this process, which has imported what takes long, and nothing of the library.
+    """
+    process = os.fork()
+    if process == 0:
+        if limit is not None:  # of the processor, which a busy machine does not run out of sooner
+            resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit)))
+        for stream in (1, 2):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        os.chdir(copy)
+        sys.path.insert(0, str(copy))
+        os.environ["PYTHONPATH"], sys.dont_write_bytecode = str(copy), True
+        os._exit(int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *(f"tests/{one}" for one in tests)])))
+    return os.waitpid(process, 0)[1] != 0
 
 
 @contextmanager
@@ -220,6 +236,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--listed", nargs="*", metavar="NAME", help="those of tests/mutants.toml, or some by name")
     given = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    for name in ("torch", "peft", "transformers.generation", "transformers.models.llama.modeling_llama"):
+        importlib.import_module(name)  # once for all tests
     if given.listed is not None:
         run_listed(given.listed)
     else:
