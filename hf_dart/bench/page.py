@@ -74,7 +74,7 @@ class View:
     def _repr_html_(self) -> str:
         # A frame of its own: the page's style must not reach the notebook's. Without a base, links would lead to a
         # place in the notebook.
-        page = escape(self.html().replace("<head>", '<head>\n<base href="about:srcdoc">', 1), quote=True)
+        page = escape(self.html().replace("<head>", '<head>\n<base href="about:srcdoc" />', 1), quote=True)
         return f'<iframe srcdoc="{page}" sandbox="" style="width: 100%; height: 42em; border: 1px solid #ddd"></iframe>'
 
     def html(self) -> str:

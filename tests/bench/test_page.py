@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 from collections import Counter
-from dataclasses import dataclass, field
-from html.parser import HTMLParser
 from math import exp
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 import pytest
 import torch
@@ -23,92 +23,30 @@ from hf_dart import attach
 from hf_dart.bench.page import View, origins, token_texts
 from hf_dart.cli import main
 
-# ---- reading a page strictly: what is open is closed, nothing is loaded, nothing runs -----------------------
-
-_VOID = {"base", "meta", "br", "img", "hr", "input", "link"}
 _ALLOWED = {
     "html", "head", "base", "meta", "title", "style", "body", "h1", "h2", "p", "span", "pre", "a", "table", "caption",
     "tr", "td", "div", "details", "summary", "iframe",
 }  # fmt: skip
 
 
-@dataclass
-class Element:
-    """One element: its attributes, its parts in order."""
-
-    tag: str
-    attributes: dict[str, str]
-    parts: list[Element | str] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        """Text inside, titles of pictures and styles left out."""
-        texts = [part if isinstance(part, str) else part.text for part in self.parts if part_is_shown(part)]
-        return "".join(texts)
-
-    def find(self, tag: str, **attributes: str) -> list[Element]:
-        """Elements inside with that tag and those attributes; `class_` for class."""
-        wanted = {name.rstrip("_"): value for name, value in attributes.items()}
-        found = []
-        for part in self.parts:
-            if isinstance(part, Element):
-                if part.tag == tag and wanted.items() <= part.attributes.items():
-                    found.append(part)
-                found += part.find(tag, **attributes)
-        return found
-
-
-def part_is_shown(part: Element | str) -> bool:
-    return isinstance(part, str) or part.tag not in ("title", "style")
-
-
-class Strict(HTMLParser):
-    """Raises an `AssertionError` at what a page must not hold."""
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.root = Element("", {})
-        self._open = [self.root]
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag in _ALLOWED, tag
-        attributes = {name: value or "" for name, value in attrs}
-        if "srcdoc" in attributes:
-            read(attributes.pop("srcdoc"))
-        for name, value in attributes.items():
-            assert not name.startswith("on"), name
-            assert name not in ("src", "srcset", "xlink:href", "action", "data"), name
-            assert name != "href" or value.startswith("#") or (tag, value) == ("base", "about:srcdoc"), value
-            assert name == "xmlns" or "//" not in value or name == "title", (name, value)
-        element = Element(tag, attributes)
-        self._open[-1].parts.append(element)
-        if tag not in _VOID:
-            self._open.append(element)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in _VOID:
-            self._open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open[-1].tag == tag, f"</{tag}> in <{self._open[-1].tag}>"
-        self._open.pop()
-
-    def handle_data(self, data: str) -> None:
-        assert self._open[-1].tag != "style" or ("url(" not in data and "@import" not in data)
-        self._open[-1].parts.append(data)
-
-    def handle_comment(self, data: str) -> None:
-        raise AssertionError(f"a comment: {data}")
-
-
 def read(page: str) -> Element:
-    """The elements of a page."""
-    parser = Strict()
-    parser.feed(page)
-    parser.close()
-    assert len(parser._open) == 1, f"<{parser._open[-1].tag}> is never closed"
-    return parser.root
+    """The elements of a page, which is well-formed, loads nothing and runs nothing."""
+    root = ElementTree.fromstring(page)
+    for element in root.iter():
+        assert element.tag in _ALLOWED, element.tag
+        assert element.tag != "style" or not {"url(", "@import"} & set(element.text.split())
+        for name, value in element.attrib.items():
+            assert not name.startswith("on"), name
+            assert name not in ("src", "srcset", "action", "data"), name
+            assert name != "href" or value.startswith("#") or (element.tag, value) == ("base", "about:srcdoc"), value
+            assert "//" not in value or name in ("title", "srcdoc"), (name, value)
+        if "srcdoc" in element.attrib:
+            read(element.get("srcdoc"))
+    return root
+
+
+def text_of(element: Element) -> str:
+    return "".join(element.itertext())
 
 
 # ---- pages ---------------------------------------------------------------------------------------------------
@@ -146,26 +84,25 @@ def test_a_page_shows_what_the_call_did(output: Any, hostile_tokenizer: Any, row
     written = 1 + sum(committed)
     assert view.tokens == output.sequences[row, 9 : 9 + written].tolist()
     page = read(view.html())
-    (text,) = page.find("pre", id="text")
+    text = page.find(".//pre[@id='text']")
     shown = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in whole_text(view))
-    assert text.text == shown
-    marks = ["draft" in one.attributes["class"] for one in text.parts[1:] if isinstance(one, Element)]
+    assert text_of(text) == shown.replace("\r", "\n")  # as browsers read it
+    marks = [one.get("class") == "draft" for one in [*text][1:]]
     assert marks == [drafted for _, drafted in origins(written, committed)]
 
     rounds = [(number, count) for number, count in enumerate(committed) if count]
-    drawn = page.find("details")
+    drawn = page.findall(".//details")
     # Inside what opens, so that a link opens it.
-    inside = [part for one in drawn for part in one.parts if isinstance(part, Element) and part.tag == "div"]
-    assert [one.attributes["id"] for one in inside] == [f"round-{number + 1}" for number, _ in rounds]
-    ids = {element.attributes["id"] for element in inside}
-    assert all(link.attributes["href"][1:] in ids for link in page.find("a"))
+    ids = [part.get("id") for part in page.findall(".//details/div")]
+    assert ids == [f"round-{number + 1}" for number, _ in rounds]
+    assert {link.get("href")[1:] for link in page.iter("a")} <= {*ids}
     for (number, count), one in zip(rounds, drawn, strict=True):
         traced = output.draft_stats.trace.rounds[number]
-        boxes = Counter(box.attributes["class"] for box in one.find("span"))
+        boxes = Counter(box.get("class") for box in one.iter("span"))
         nodes, path = sum(parent >= 0 for parent in traced.parents[row]), traced.paths[row]
         assert boxes == Counter({"root": 1, "bonus": 1, "draft": count - 1, "left": nodes - (count - 1)})
         assert [traced.parents[row][node] for node in path[1:]] == path[:-1]
-        assert nodes == 0 or f"{exp(traced.scores[row][1]):.0%}" in one.text
+        assert nodes == 0 or f"{exp(traced.scores[row][1]):.0%}" in text_of(one)
 
 
 def whole_text(view: View) -> str:
@@ -181,22 +118,22 @@ def test_a_note_is_text_and_a_notebook_gets_a_frame(output: Any, hostile_tokeniz
     frame = view._repr_html_()
     assert frame.startswith("<iframe srcdoc=")
     assert frame.count("<") == 2
-    assert read(frame).parts
+    read(frame)
     inside = html.unescape(frame.partition('srcdoc="')[2].partition('"')[0])
-    assert inside.replace('\n<base href="about:srcdoc">', "") == view.html()
-    statistics = read(output.draft_stats._repr_html_())
-    assert f"{output.draft_stats.tau:.2f}" in statistics.text
+    assert inside.replace('\n<base href="about:srcdoc" />', "") == view.html()
+    statistics = read(f"<div>{output.draft_stats._repr_html_()}</div>")
+    assert f"{output.draft_stats.tau:.2f}" in text_of(statistics)
 
 
 def test_every_hostile_token_stays_text(output: Any, hostile_tokenizer: Any, tmp_path: Path) -> None:
     view = View.of(output, hostile_tokenizer)
     every = View(hostile_tokenizer, list(range(len(HOSTILE))), view.tokens, view.stats)
     page = read(every.html())
-    shown = page.find("pre", id="text")[0].text
+    shown = text_of(page.find(".//pre[@id='text']"))
     assert "<script>alert(1)</script>" in shown
     assert "\x00" not in every.html()
     every.save(tmp_path / "page.html")
-    assert read((tmp_path / "page.html").read_text(encoding="utf8")).text
+    read((tmp_path / "page.html").read_text(encoding="utf8"))
 
 
 def test_tracing_changes_nothing() -> None:
@@ -283,7 +220,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     words = ["view", "import os\n\n\ndef ", "--temperature", "1", "--max-new-tokens", "32", "--output"]
     assert main([*words, str(file)]) == 0
     page = read(file.read_text(encoding="utf8"))
-    assert "The same text as stock's: yes" in page.text
-    assert page.find("pre", id="text")[0].text.startswith("import os\n\n\ndef ")
+    assert "The same text as stock's: yes" in text_of(page)
+    assert text_of(page.find(".//pre[@id='text']")).startswith("import os\n\n\ndef ")
     assert main([*words, str(tmp_path / "none" / "page.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
