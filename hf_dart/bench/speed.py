@@ -144,41 +144,36 @@ def measure(
         ]
         for batch in settings.batches
     }
-    # Each length is compiled by itself, so compiled methods warm up on all prompts.
-    warming = [groups[one.batch] if one.method in COMPILED else groups[one.batch][:1] for one in measurements]
-    calls = sum(map(len, warming)) + settings.repeats * sum(len(groups[one.batch]) for one in measurements)
-    on_cuda = pair.model.device.type == "cuda"
+    plan: list[tuple[Measurement, dict[str, Tensor], int, int | None]] = []
+    for one in measurements:
+        one.runs = [[] for _ in range(settings.repeats)]
+        # Each length is compiled by itself, so compiled methods warm up on all prompts.
+        compiled = one.method in COMPILED
+        short = settings.new_tokens if compiled else min(_WARMUP_TOKENS, settings.new_tokens)
+        plan += [(one, inputs, short, None) for inputs in groups[one.batch][: None if compiled else 1]]
+    for repeat, (batch, mode) in product(range(settings.repeats), product(settings.batches, modes)):
+        rows = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
+        for number, inputs in enumerate(groups[batch]):
+            plan += [(one, inputs, settings.new_tokens, repeat) for one in in_turn(rows, repeat + number)]
+    device, on_cuda = pair.model.device, pair.model.device.type == "cuda"
     seldom = 0.1 if sys.stderr.isatty() else 10  # seconds between two lines of progress
-    with tqdm(total=calls, unit="call", disable=quiet, dynamic_ncols=True, mininterval=seldom) as bar:
-
-        def call(one: Measurement, inputs: dict[str, Tensor], new_tokens: int) -> Run:
-            options = {**modes[one.mode], **drafting[one.method], "max_new_tokens": new_tokens}
-            ran = run(pair.model, inputs, options, settings.seed)
-            bar.update()
-            return ran
-
-        for one, inputs_of in zip(measurements, warming, strict=True):
-            short = settings.new_tokens if one.method in COMPILED else min(_WARMUP_TOKENS, settings.new_tokens)
-            for inputs in inputs_of:
-                call(one, inputs, short)
-        for repeat in range(settings.repeats):
-            for one in measurements:
-                one.runs.append([])
-            for batch, mode in {(one.batch, one.mode): None for one in measurements}:
-                rows = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
-                for number, inputs in enumerate(groups[batch]):
-                    for one in in_turn(rows, repeat + number):
-                        if on_cuda:
-                            torch.cuda.reset_peak_memory_stats(pair.model.device)
-                        one.runs[-1].append(call(one, inputs, settings.new_tokens))
-                        if on_cuda:
-                            one.peak = max(one.peak, torch.cuda.max_memory_allocated(pair.model.device))
-                    stock = next(one.runs[-1][-1] for one in rows if one.method == STOCK)
-                    for one in rows:
-                        if one.verdict is not None:
-                            found = differences(stock, one.runs[-1][-1])
-                            one.verdict += compare(stock, one.runs[-1][-1], found)
-                            one.differences += found
+    bar = tqdm(plan, unit="call", disable=quiet, dynamic_ncols=True, mininterval=seldom)
+    for one, inputs, new_tokens, timed in bar:
+        if on_cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        options = {**modes[one.mode], **drafting[one.method], "max_new_tokens": new_tokens}
+        done = run(pair.model, inputs, options, settings.seed)
+        if timed is not None:
+            one.runs[timed].append(done)
+            one.peak = max(one.peak, torch.cuda.max_memory_allocated(device)) if on_cuda else 0
+    stock = {(one.batch, one.mode): one for one in measurements if one.method == STOCK}
+    for one in measurements:
+        if one.verdict is not None:
+            pairs = zip(stock[one.batch, one.mode].runs, one.runs, strict=True)
+            for theirs, drafted in chain.from_iterable(zip(*both, strict=True) for both in pairs):
+                found = differences(theirs, drafted)
+                one.verdict += compare(theirs, drafted, found)
+                one.differences += found
     return measurements
 
 

@@ -77,11 +77,7 @@ def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
 
 
 def published_license(path: str, **where: Any) -> str | None:
-    """Return the licence that the card of a folder or repository names, as the Hub spells it; None without one.
-
-    Args:
-        path, where: as for `optional_file`.
-    """
+    """Return the licence that the card of a folder or repository names, as the Hub spells it; None without one."""
     try:
         card = optional_file(path, "README.md", **where)
         if card is None or card.stat().st_size > _LARGEST_CARD:
@@ -95,11 +91,7 @@ def published_license(path: str, **where: Any) -> str | None:
 def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     """Read the config.json of a head, and the Hub's commit that it came from, to take the weights from the same one.
 
-    Args:
-        path, where: as for `optional_file`.
-
-    Returns:
-        The config, empty for a folder without one, and None as the commit of a folder.
+    A folder has None as its commit, and may have an empty config.
 
     Raises:
         TypeError: an option is unknown.
@@ -178,14 +170,7 @@ def weight_files(path: str, missing: str | None = None, *, pickled: bool = False
 
 
 def tensor_names(path: str, **where: Any) -> frozenset[str]:
-    """Names of the tensors of a checkpoint, from the headers of its files; none where there are no weights.
-
-    Args:
-        path, where: as for `optional_file`.
-
-    Raises:
-        ValueError: the weights or their index are damaged.
-    """
+    """Names of the tensors of a checkpoint, from the headers of its files; none where there are no weights."""
     try:
         files = weight_files(path, pickled=True, **where)
     except OSError:

@@ -23,14 +23,9 @@ def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, s
 
 def hardware(device: torch.device) -> str:
     """Return the name of an accelerator, or of the CPU."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
-
-
-def processor_name() -> str:
-    """Return the CPU's model, as far as the system tells."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

@@ -50,24 +50,6 @@ def test_it_says_which_kernel_verifies_trees(capsys: pytest.CaptureFixture[str],
     assert json.loads(file.read_text(encoding="utf8"))["attention"] == {"own": OWN, "trees": "sdpa"}
 
 
-@pytest.mark.matrix
-def test_packaged_pair_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "audit.json"
-    words = ["audit", *PROMPTS, "--new-tokens", "32", "--dtype", "bfloat16", "--json", str(file)]
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    assert ", bfloat16, " in shown
-    assert shown.rstrip().endswith("audit: passed")
-    report = json.loads(file.read_text(encoding="utf8"))
-    assert report["passed"]
-    assert report["compared"]["rows"] == 2 * 2 * len(PROMPTS)
-    assert len(report["findings"]) == 2 * len(PROMPTS)
-    parted = [one[column] for one in report["findings"] for column in ("drafted", "drafted_batch") if one[column]]
-    assert report["compared"]["near_ties"] == len(parted)
-    for one in parted:
-        assert one["gap"] <= 4 * one["ulp"]
-
-
 def wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk that emits another token than the target chose, first of all: up to there nothing else can differ."""
     append = Rows.append

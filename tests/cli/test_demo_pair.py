@@ -75,15 +75,13 @@ def check(pair: tuple[Any, DartHead, Any], prompts: list[list[int]], label: str,
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_prompt_at_a_time(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
-    for seed, text in enumerate(texts):
-        check(pair, [text], f"{mode}, prompt {seed}", seed=seed, max_new_tokens=NEW_TOKENS, **MODES[mode])
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_ragged_batches(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
-    for half in (texts[:4], texts[4:]):
-        check(pair, half, f"{mode}, batch of 4", max_new_tokens=NEW_TOKENS, **MODES[mode])
+@pytest.mark.parametrize("size", [1, 4])
+def test_prompts_alone_and_in_batches(
+    pair: tuple[Any, DartHead, Any], texts: list[list[int]], size: int, mode: str
+) -> None:
+    for seed in range(0, len(texts), size):
+        label = f"{mode}, {size} from prompt {seed}"
+        check(pair, texts[seed : seed + size], label, seed=seed, max_new_tokens=NEW_TOKENS, **MODES[mode])
 
 
 @pytest.mark.parametrize("mode", MODES)
