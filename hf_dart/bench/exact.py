@@ -141,6 +141,8 @@ def differences(stock: Run, other: Run) -> list[Difference | None]:
     told = stock.model.generate(**stock.inputs, **stock.options, **kept)
     # Stock returns logits in float32, whatever the model's dtype.
     dtype = coarsest(narrow_dtype(torch.stack(told.logits)) or stock.model.dtype, rounding_of(stock.model))
+    config = stock.options.get("generation_config") or stock.model.generation_config
+    sampled = stock.options.get("do_sample", config.do_sample)
     found: list[Difference | None] = []
     for row, differs in enumerate(apart):
         if not differs.any():
@@ -148,7 +150,7 @@ def differences(stock: Run, other: Run) -> list[Difference | None]:
             continue
         position = int(differs.nonzero()[0])
         scores = told.scores[position].float()
-        if stock.options.get("do_sample"):
+        if sampled:
             torch.manual_seed(stock.seed)
             for _ in range(position + 1):
                 noise = torch.empty_like(scores).exponential_(1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import VOCABULARY, prompts, tiny_target
+from transformers import GenerationConfig
 
 from hf_dart.bench.exact import Difference, compare, differences, repeated_4grams, run, tolerance, ulp
 
@@ -27,10 +28,13 @@ def test_near_ties_are_a_matter_of_dtype() -> None:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_gap_is_to_the_token_that_was_written(sampled: bool) -> None:
+@pytest.mark.parametrize("by", ["keyword", "config"])
+def test_gap_is_to_the_token_that_was_written(sampled: bool, by: str) -> None:
     model = tiny_target("llama")
     inputs = prompts([6])
     options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": 6, **({"top_k": 0} if sampled else {})}
+    if by == "config":  # as TRL does
+        options = {"generation_config": GenerationConfig(**options)}
     stock = run(model, inputs, options, seed=3)
     other = stock.sequences.clone()
     token = int(other[0, 9] + 1) % VOCABULARY
