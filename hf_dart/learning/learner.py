@@ -20,7 +20,6 @@ from hf_dart.errors import check_fields
 from hf_dart.learning.ring import SEGMENT, Recorder, Ring, Segment
 from hf_dart.learning.student import PASSES, SEGMENTS, Student, trained_names
 from hf_dart.models.devices import host_by_default
-from hf_dart.training.objective.objective import PRESETS, Objective
 
 _LESSON = 512  # fresh positions on which the two heads are compared, before they are learnt from
 _FEW, _LONGER = 8, 4  # after fewer steps than these, and while learning waits, so many times as many positions
@@ -76,24 +75,21 @@ class _Recent:
     """Mean of recent figures; earlier ones count less with each `add`."""
 
     def __init__(self) -> None:
-        self._sums = [0.0, 0.0, 0.0]
+        self._sums = torch.zeros(3, dtype=torch.float64)  # of ones, figures and their squares
 
     def add(self, figures: Tensor) -> None:
         """Add some figures [n]."""
-        sums = len(figures), float(figures.sum()), float(figures.square().sum())
-        self._sums = [_KEPT * old + new for old, new in zip(self._sums, sums, strict=True)]
+        self._sums = _KEPT * self._sums + torch.stack([figures.double() ** power for power in range(3)]).sum(1)
 
     @property
     def mean(self) -> float:
-        """The mean; 0 where there are no figures."""
-        count, total, _ = self._sums
-        return total / count if count else 0.0
+        """The mean."""
+        return float(self._sums[1] / self._sums[0])
 
     @property
     def errors(self) -> float:
         """The mean in standard errors; 0 where nothing differs."""
-        count, _, squares = self._sums
-        variance = squares / count - self.mean**2 if count else 0.0
+        count, variance = float(self._sums[0]), float(self._sums[2] / self._sums[0]) - self.mean**2
         return self.mean / math.sqrt(variance / count) if variance > 0 else 0.0
 
 
@@ -115,10 +111,9 @@ class Learner:
         every: train within calls too, after so many rounds; None: between calls only.
         memory: bytes that may be kept of served text.
         learning_rates: to be tried, the highest first.
-        objective: of training: an [`Objective`] or the name of a preset.
-        seed: of what training draws; global generators are not moved.
 
     Attributes:
+        stats: figures of what was done so far.
         paused: True while nothing is recorded or learnt.
         failure: the error that paused it, if one did.
 
@@ -134,41 +129,30 @@ class Learner:
         every: int | None = None,
         memory: int = 128 * 2**20,
         learning_rates: tuple[float, ...] = (1e-3, 3e-4, 1e-4),
-        objective: Objective | str = "dart",
-        seed: int = 0,
     ) -> None:
         self.lora_rank, self.share, self.every, self.memory = lora_rank, share, every, memory
-        self.learning_rates, self.objective, self.seed = tuple(learning_rates), objective, seed
-        kinds = {} if isinstance(objective, Objective) else {"objective": [*PRESETS]}
-        check_fields(self, least={"lora_rank": 1, "every": 1}, choices=kinds, shares=("share",))
+        self.learning_rates = tuple(learning_rates)
+        check_fields(self, least={"lora_rank": 1, "every": 1}, shares=("share",))
         if not learning_rates or not all(0 < rate < math.inf for rate in learning_rates):
             raise ValueError(f"learning_rates is {learning_rates}; give one or more numbers above 0.")
-        self._objective = objective if isinstance(objective, Objective) else PRESETS[objective]
-        if self._objective.needs_acceptance:
-            raise ValueError("A Learner takes no objective with divergence='lk', which needs large batches; give 'tv'.")
-        self.paused, self.failure = False, cast("Exception | None", None)
         self._student: Student | None = None
-        self._locks()
+        self._busy = Lock()
+        self.resume()
         self._forget()
-
-    def _locks(self) -> None:
-        self._writing, self._busy = Lock(), Lock()
 
     def _forget(self) -> None:
         self._ring = Ring(self.memory - self.memory // 4)  # the rest is for calls that are going on
-        self._figures = LearnerStats(learning_rate=self.learning_rates[0])
+        self.stats = LearnerStats(learning_rate=self.learning_rates[0])
         self._before, self._gain = _Recent(), _Recent()  # acceptance of the frozen head, and what the learnt one adds
-        self._rung = self._missed = self._rounds = self._wake = self._compared = 0
+        self._rung = self._missed = self._wake = self._compared = 0
         self._sleep, self._level = _SLEEP, math.nan
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies go on with: the weights, and none of the text."""
-        state = {name: value for name, value in self.__dict__.items() if name not in ("_writing", "_busy")}
-        return {**state, "_ring": Ring(self._ring.limit)}
+        return {**self.__dict__, "_busy": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._locks()
+        self.__dict__.update(state, _busy=Lock())
 
     # ---- the head -----------------------------------------------------------------------------------
 
@@ -180,8 +164,7 @@ class Learner:
             TypeError: the drafter is of a kind that does not learn.
             ValueError: this drafter cannot learn as it is.
         """
-        head: Any = drafter
-        name = type(drafter).__name__
+        head, name = cast(Any, drafter), type(drafter).__name__
         if not isinstance(drafter, tuple(PASSES)):
             why = "is trained by hf-dart train" if isinstance(drafter, torch.nn.Module) else "has no weights to train"
             raise TypeError(f"A Learner takes a DartHead or an EagleDrafter, and {name} {why}; leave learner= out.")
@@ -204,11 +187,10 @@ class Learner:
 
             if not hasattr(head, "add_adapter") or isinstance(drafter, tuple(PASSES)[1:]):
                 raise ValueError(f"{name} takes no LoRA here; leave lora_rank out.")
-            head.add_adapter(LoraConfig(r=self.lora_rank, lora_alpha=2 * self.lora_rank), "learnt", seed=self.seed)
+            head.add_adapter(LoraConfig(r=self.lora_rank, lora_alpha=2 * self.lora_rank), "learnt")
         if not trained_names(head):
             raise ValueError(f"All weights of this {name} are frozen; call requires_grad_(True) on what may learn.")
-        self._student = self._student or Student(head, self._objective, self.seed)
-        self._student.generator.manual_seed(self.seed)
+        self._student = self._student or Student(head)
         drafter.observers = (*(one for one in drafter.observers if not isinstance(one, Learner)), self)
 
     def detach(self) -> None:
@@ -220,15 +202,10 @@ class Learner:
     def __call__(self, session: Session) -> Recorder:
         """Return what records a call (`Drafter.observers`)."""
         if session.request.drafter.engine is not None and not self.paused:
-            self._pause_for(RuntimeError("the drafts were compiled, which goes with weights that stay"))
+            self._fail(RuntimeError("the drafts were compiled, which goes with weights that stay"))
         return Recorder(self, session, self.memory // 4)
 
     # ---- what the user calls ------------------------------------------------------------------------
-
-    @property
-    def stats(self) -> LearnerStats:
-        """Figures of what was done so far."""
-        return self._figures
 
     def pause(self) -> None:
         """Record and learn nothing until `resume`; the head goes on drafting as it does."""
@@ -236,12 +213,12 @@ class Learner:
 
     def resume(self) -> None:
         """Undo `pause`, also that of an error."""
-        self.paused, self.failure = False, None
+        self.paused, self.failure = False, cast("Exception | None", None)
 
     @host_by_default
     def reset(self) -> None:
         """Forget all text and all that was learnt: the head drafts as it did when it was attached."""
-        with self._busy, self._writing:
+        with self._busy:
             self._forget()
             if self._student is not None:
                 self._student.begin_again()
@@ -260,7 +237,6 @@ class Learner:
             ValueError: the learner is not attached.
             Exception: whatever a step raises; the head drafts as before.
         """
-        self._bound()
         with self._busy:
             if self._due() or not self._ring.learnt:
                 self._compare()
@@ -269,7 +245,6 @@ class Learner:
     @host_by_default
     def idle(self, seconds: float) -> None:
         """Learn for so long, or as long as there is something to learn."""
-        self._bound()
         with self._busy:
             self._learn(time.perf_counter() + seconds)
 
@@ -283,42 +258,26 @@ class Learner:
     def keep(self, segment: Segment) -> None:
         """Keep some text of a call, if there is enough of it."""
         if len(segment) > self._bound().head.draft_length and not self.paused:
-            with self._writing:
-                self._ring.add(segment)
-                self._figures.tokens += len(segment) - segment.prompt
+            self._ring.add(segment)
+            self.stats.tokens += len(segment) - segment.prompt
 
-    def after_round(self, seconds: float) -> None:
-        """Learn within a call, whose last round took so long, if that is asked for."""
-        self._figures.serving += seconds
-        self._rounds += 1
-        if self.every is not None and self._rounds % self.every == 0:
-            self._spend()
-
-    def after_call(self, seconds: float, finished: bool) -> None:
-        """Learn after a call, whose last part took so long, unless an error ended it."""
+    def served(self, seconds: float) -> None:
+        """Learn after so many seconds of a call, as the share allows; an error pauses that, and the call goes on."""
         if self.paused:
             return
-        self._figures.serving += seconds
-        if finished:
-            self._spend()
-
-    def _spend(self) -> None:
-        """Learn for as long as the share allows; an error pauses learning, and the call goes on."""
-        left = self.share * self._figures.serving - self._figures.seconds
-        if left <= 0 or self._student is None or not self._busy.acquire(blocking=False):
+        self.stats.serving += seconds
+        left = self.share * self.stats.serving - self.stats.seconds
+        if left <= 0 or not self._busy.acquire(blocking=False):
             return
         try:
             self._learn(time.perf_counter() + left)
-        except FloatingPointError:
-            pass  # the next learning rate is tried
         except Exception as error:
-            self._pause_for(error)
+            self._fail(error)
         finally:
             self._busy.release()
 
-    def _pause_for(self, error: Exception) -> None:
-        self.pause()
-        self.failure = error
+    def _fail(self, error: Exception) -> None:
+        self.paused, self.failure = True, error
         about = f"Learning is paused, and the head drafts as before: {error!r:.300}; learner.resume() goes on."
         warnings.warn(about, stacklevel=3)
 
@@ -329,18 +288,16 @@ class Learner:
         while time.perf_counter() < until:
             if self._due():
                 self._compare()
-            elif self._asleep() or self._figures.steps * _SPACING >= self._figures.tokens or not self._ring.learnt:
+                continue
+            often = self.stats.steps * _SPACING >= self.stats.tokens
+            if often or self.stats.learning_rate is None or not self._ring.learnt:
                 return
-            else:
-                self._step()
+            self._step()
 
     def _due(self) -> bool:
         """Return True if there is enough new text for a comparison."""
-        few = self._ring.learnt and self._bound().steps - self._compared < _FEW
+        few = self._bound().steps - self._compared < _FEW and self._ring.learnt
         return self._ring.waiting >= (_LONGER if few else 1) * _LESSON
-
-    def _asleep(self) -> bool:
-        return self._figures.learning_rate is None
 
     @contextmanager
     def _training(self) -> Iterator[Student]:
@@ -350,56 +307,50 @@ class Learner:
             with torch.inference_mode(False):
                 yield self._bound()
         finally:
-            self._figures.seconds += time.perf_counter() - began
+            self.stats.seconds += time.perf_counter() - began
 
     def _step(self) -> float:
         with self._training() as student:
-            rate = self.learning_rates[self._rung]
-            try:
-                loss = student.step(self._ring.draw(SEGMENTS, student.generator), rate)
-            except FloatingPointError:
+            loss = student.step(self._ring.draw(SEGMENTS, student.generator), self.learning_rates[self._rung])
+            self.stats.steps += 1
+            if not math.isfinite(loss):
                 self._next_rate()
-                raise
-            self._figures.steps += 1
             return loss
 
     def _compare(self) -> None:
         """Let the better of the two heads draft, by the text that nothing was learnt from yet."""
-        figures = self._figures
+        stats = self.stats
         with self._training() as student:
-            with self._writing:
-                stride = max(self._ring.waiting // _DRAFTS, 1)
-                fresh = self._ring.take_fresh()
+            fresh = self._ring.take_fresh()
+            stride = max(sum(map(len, fresh)) // _DRAFTS, 1)
             self._compared, moved = student.steps, student.steps > 0
             found = student.expected(fresh, stride, [student.frozen, student.learnt][: 1 + moved])
             if not found.shape[1]:
                 return
             self._before.add(found[0])
-            figures.tau_before = 1 + self._before.mean
+            stats.tau_before = 1 + self._before.mean
             if moved:
                 self._gain.add(found[1] - found[0])
-                before, figures.learnt = figures.learnt, self._gain.errors > (0.0 if figures.learnt else _SURE)
-                student.use(figures.learnt)
-                if figures.learnt != before:
+                before, stats.learnt = stats.learnt, self._gain.errors > (0.0 if stats.learnt else _SURE)
+                student.use(stats.learnt)
+                if stats.learnt != before:
                     student.head._pace_records = None  # drafts are accepted as often as others
-                self._missed = 0 if figures.learnt else self._missed + 1
+                self._missed = 0 if stats.learnt else self._missed + 1
                 lost = self._gain.errors < _LOST or self._missed >= _PATIENCE
-                if lost and not figures.learnt and student.steps >= _LEAST:
+                if lost and not stats.learnt and student.steps >= _LEAST:
                     self._next_rate()
-            elif self._asleep():
-                changed = abs(figures.tau_before / self._level - 1) > _CHANGE
-                if changed or figures.tokens >= self._wake:
-                    figures.learning_rate = self.learning_rates[0]
-            figures.tau_now = figures.tau_before + (self._gain.mean if figures.learnt else 0.0)
+            elif stats.tokens >= self._wake or abs(stats.tau_before / self._level - 1) > _CHANGE:
+                stats.learning_rate = self.learning_rates[self._rung]
+            stats.tau_now = stats.tau_before + (self._gain.mean if stats.learnt else 0.0)
 
     def _next_rate(self) -> None:
         """Begin again with the next learning rate; after the last one, wait."""
-        figures = self._figures
+        stats = self.stats
         self._bound().begin_again()
         self._bound().use(False)
-        figures.learnt, self._gain, self._missed, self._compared = False, _Recent(), 0, 0
+        stats.learnt, self._gain, self._missed, self._compared = False, _Recent(), 0, 0
         self._rung = (self._rung + 1) % len(self.learning_rates)
-        figures.learning_rate = self.learning_rates[self._rung]
+        stats.learning_rate = self.learning_rates[self._rung]
         if self._rung == 0:
-            figures.learning_rate, self._level = None, figures.tau_before
-            self._wake, self._sleep = figures.tokens + self._sleep, 2 * self._sleep
+            stats.learning_rate, self._level = None, stats.tau_before
+            self._wake, self._sleep = stats.tokens + self._sleep, 2 * self._sleep

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from hf_dart.decoding.session import Session, joined
+from hf_dart.decoding.session import Session
 from hf_dart.drafters.base import Verified
 from hf_dart.models.devices import where_it_runs
 from hf_dart.models.features import layer_count
@@ -33,34 +34,26 @@ class Segment:
         next_tokens: [n] the token after each position.
         temperature: that the text was sampled with; 0 for greedy search.
         prompt: how many of the positions, at the beginning, are of a prompt.
-        logits, best: [n, k] of the target and the tokens they are of, not of a prompt; None where the features
-            determine them.
+        best: logits and tokens [n, k] of the target's best k, not of a prompt; empty where the features determine them.
     """
 
     features: Tensor
     next_tokens: Tensor
     temperature: float
-    prompt: int = 0
-    logits: Tensor | None = None
-    best: Tensor | None = None
+    prompt: int
+    best: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
         return len(self.next_tokens)
 
     @property
-    def unknown(self) -> int:
-        """Number of positions at the beginning whose logits are not known."""
-        return 0 if self.logits is None else self.prompt
-
-    @property
     def bytes(self) -> int:
         """Memory that it takes."""
-        parts = (self.features, self.next_tokens, self.logits, self.best)
-        return sum(part.nbytes for part in parts if part is not None)
+        return sum(part.nbytes for part in (self.features, self.next_tokens, *self.best))
 
 
 class Ring:
-    """The latest segments, oldest out first.
+    """The latest segments, oldest out first. Threads may share it; copies and pickles are empty.
 
     Args:
         limit: most bytes that they take.
@@ -71,36 +64,48 @@ class Ring:
     """
 
     def __init__(self, limit: int) -> None:
-        self.limit, self.bytes = limit, 0
+        self.limit, self._lock = limit, Lock()
         self.fresh: deque[Segment] = deque()
         self.learnt: deque[Segment] = deque()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ring, (self.limit,)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the segments take."""
+        return sum(one.bytes for one in (*self.learnt, *self.fresh))
+
     def add(self, segment: Segment) -> None:
         """Keep a segment, and drop the oldest ones that there is no room for."""
-        self.fresh.append(segment)
-        self.bytes += segment.bytes
-        while self.bytes > self.limit:
-            self.bytes -= (self.learnt or self.fresh).popleft().bytes
+        with self._lock:
+            self.fresh.append(segment)
+            while self.bytes > self.limit:
+                (self.learnt or self.fresh).popleft()
 
     @property
     def waiting(self) -> int:
         """Number of fresh positions."""
-        return sum(map(len, [*self.fresh]))
+        with self._lock:
+            return sum(map(len, self.fresh))
 
     def take_fresh(self) -> list[Segment]:
         """Return the fresh segments, which are learnt from from now on."""
-        taken = [*self.fresh]
-        self.learnt.extend(taken)
-        self.fresh.clear()
+        with self._lock:
+            taken = [*self.fresh]
+            self.learnt.extend(taken)
+            self.fresh.clear()
         return taken
 
     def draw(self, count: int, generator: torch.Generator) -> list[Segment]:
         """Draw segments to learn from: half of them the latest ones, the others from all."""
-        count = min(count, len(self.learnt))
-        latest = [len(self.learnt) - 1 - back for back in range((count + 1) // 2)]
-        others = torch.randint(len(self.learnt), (count - len(latest),), generator=generator).tolist()
-        drawn = [self.learnt[number] for number in latest + others]
-        return [one for one in drawn if (one.logits is None) == (drawn[0].logits is None)]  # what goes into one batch
+        with self._lock:
+            learnt = [*self.learnt]
+        count = min(count, len(learnt))
+        latest = learnt[len(learnt) - (count + 1) // 2 :]
+        others = torch.randint(len(learnt), (count - len(latest),), generator=generator).tolist()
+        drawn = [*reversed(latest), *(learnt[number] for number in others)]
+        return [one for one in drawn if len(one.best) == len(drawn[0].best)]  # what goes into one batch
 
 
 class Recorder:
@@ -114,32 +119,28 @@ class Recorder:
 
     def __init__(self, learner: Any, session: Session, room: int) -> None:
         self._learner, self._session, self._room = learner, session, room
-        config = session.request.generation_config
-        self._temperature = float(config.temperature or 1.0) if config.do_sample else 0.0
         self._determined: bool | None = None  # the logits by the features
-        self._counted = 0.0
-        self._clear()
-
-    def _clear(self) -> None:
-        self._seen: list[Verified] = []
-        self._best: list[Any] = []  # logits and tokens [B, A, k] for each of `_seen`
-        self._prompt: Tensor | None = None  # positions [B] at the beginning that are of the prompt
-        self._width = 0
+        self._counted, self._rounds, self._width = 0.0, 0, 0
+        self._rows: list[list[Any]] = []  # of each row the parts of a segment since the last one, chunk by chunk
+        self._prompt: list[int] = []  # positions at their beginning that are of the prompt
 
     def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
         """Keep verified positions; of a prompt the last ones."""
         if self._learner.paused:
-            self._clear()
+            self._rows = []
             return
         if not seen.next_tokens.is_floating_point():  # a prompt of embeddings has no tokens
             self._add(seen, logits)
         if logits is not None:
-            self._learner.after_round(self._seconds())
+            self._rounds += 1
+            if self._learner.every is not None and self._rounds % self._learner.every == 0:
+                self._learner.served(self._seconds())
 
     def ended(self, finished: bool) -> None:
         """Hand on what is left of the call."""
         self._close()
-        self._learner.after_call(self._seconds(), finished)
+        if finished:
+            self._learner.served(self._seconds())
 
     def _seconds(self) -> float:
         """Return the time that the call has taken since this was asked last."""
@@ -149,42 +150,39 @@ class Recorder:
 
     def _add(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
         target, drafter = self._session.request.model, cast(Any, self._session.request.drafter)
-        if logits is None and seen.next_tokens.shape[1] > PROMPT:
-            seen = seen.split(PROMPT)[1]
-        rows = max(1, min(len(seen.counts), self._room // (SEGMENT * seen.features[0, 0].nbytes)))
-        seen = Verified(*(part[:rows] for part in seen))
-        if logits is None:
-            self._prompt = seen.counts
-            shape = (*seen.next_tokens.shape, min(BEST, drafter.config.vocab_size))
-            best: Any = seen.features.new_zeros(shape), seen.next_tokens.new_zeros(shape)
-        else:
-            there = logits()[:rows]
+        best: Any = ()
+        if logits is not None:
+            there = logits()
             if self._determined is None:
                 self._determined = determined(target, drafter, seen, there)
-            best = None if self._determined else there.topk(min(BEST, drafter.config.vocab_size))
-        self._seen.append(seen)
-        self._best.append(best)
+            if not self._determined:
+                best = there.topk(min(BEST, drafter.config.vocab_size))
+        else:
+            seen = seen.split(PROMPT)[1]
+            shape = (*seen.next_tokens.shape, min(BEST, drafter.config.vocab_size))
+            best = seen.features.new_zeros(shape), seen.next_tokens.new_zeros(shape)
+        rows = max(1, self._room // (SEGMENT * seen.features[0, 0].nbytes))
+        counts = seen.counts.tolist()[:rows]
+        if not self._rows:
+            self._rows = [[] for _ in counts]
+            self._prompt = counts if logits is None else [0] * len(counts)
+        for row, count in enumerate(counts):
+            self._rows[row].append([part[row, :count] for part in (*seen[:2], *best)])
         self._width += seen.next_tokens.shape[1]
         if self._width >= SEGMENT:
             self._close()
-
     def _close(self) -> None:
         """Hand on the positions since the last segment, of each row."""
-        seen, best, prompt = self._seen, self._best, self._prompt
-        self._clear()
-        if not seen or self._determined is None:
+        rows, self._rows, self._width = self._rows, [], 0
+        if self._determined is None:
             return
+        config = self._session.request.generation_config
+        temperature = float(config.temperature or 1.0) if config.do_sample else 0.0
         with torch.inference_mode(False):  # tensors made in inference mode could not be trained on
-            features, tokens, counts = joined(seen)
-            parts = [features, tokens]
-            if not self._determined:
-                for each in zip(*best, strict=True):
-                    chunks = zip(each, seen, strict=True)
-                    parts.append(joined([Verified(part, *one[1:]) for part, one in chunks]).features)
-            for row, count in enumerate(counts.tolist()):
-                kept = [part[row, :count].clone() for part in parts]
-                own = 0 if prompt is None else int(prompt[row])
-                self._learner.keep(Segment(kept[0], kept[1], self._temperature, own, *kept[2:]))
+            for chunks, own in zip(rows, self._prompt, strict=False):
+                # A prompt's chunk was made before it was known whether logits are to be kept.
+                features, tokens, *best = (torch.cat(part) for part in zip(*chunks, strict=False))
+                self._learner.keep(Segment(features, tokens, temperature, own, () if self._determined else (*best,)))
 
 
 def determined(target: Any, drafter: Any, seen: Verified, logits: Tensor) -> bool:

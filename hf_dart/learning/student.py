@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.eagle.drafter import EagleDrafter
@@ -18,7 +18,7 @@ from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.drafting import eagle_states, head_states
 from hf_dart.training.objective.losses import coupled_chain
-from hf_dart.training.objective.objective import Objective
+from hf_dart.training.objective.objective import PRESETS
 from hf_dart.training.trainers.drafts import as_columns, places_and_labels
 
 PASSES: dict[type, Callable[..., Tensor]] = {DartHead: head_states, EagleDrafter: eagle_states}
@@ -42,18 +42,13 @@ class Student:
 
     Args:
         head: the drafter; it keeps its mode, gradients and what requires them.
-        objective: the loss.
-        seed: of all that is drawn; the global generators are not moved.
     """
 
-    def __init__(self, head: Any, objective: Objective, seed: int) -> None:
-        self.head, self.objective = head, objective
-        self.names = trained_names(head)
-        self.generator = torch.Generator().manual_seed(seed)
-        self.frozen = self._copied()
-        self.learnt = self._copied()
-        self.steps = 0
-        self._optimizer: Any = None
+    def __init__(self, head: Any) -> None:
+        self.head, self.names = head, trained_names(head)
+        self.generator = torch.Generator().manual_seed(0)  # of all that is drawn; the global ones are not moved
+        self.frozen, self.learnt = self._copied(), self._copied()
+        self.begin_again()
 
     def _copied(self) -> Any:
         """Copy the head; what is not trained is shared."""
@@ -68,44 +63,39 @@ class Student:
     def _weights(self, head: Any) -> list[nn.Parameter]:
         return [head.get_parameter(name) for name in self.names]
 
+    @torch.no_grad()
+    def _copy(self, source: Any, to: Any) -> None:
+        for weight, new in zip(self._weights(to), self._weights(source), strict=True):
+            weight.copy_(new)
+
     def begin_again(self) -> None:
         """Learn from the weights that the head had when the learner was attached."""
-        with torch.no_grad():
-            for own, first in zip(self._weights(self.learnt), self._weights(self.frozen), strict=True):
-                own.copy_(first)
-        self.steps, self._optimizer = 0, None
+        self._copy(self.frozen, self.learnt)
+        self.steps, self._optimizer = 0, cast(Any, None)
 
-    @torch.no_grad()
     def use(self, learnt: bool) -> None:
         """Let the head draft with what was learnt, or as it did at first."""
-        source = self.learnt if learnt else self.frozen
-        for weight, new in zip(self._weights(self.head), self._weights(source), strict=True):
-            weight.copy_(new)
+        self._copy(self.learnt if learnt else self.frozen, self.head)
 
     # ---- learning -----------------------------------------------------------------------------------
 
     def step(self, segments: Sequence[Segment], rate: float) -> float:
-        """Take one step of AdamW on blocks drawn from some segments; returns their mean loss, in nats.
+        """Take one step of AdamW on blocks drawn from some segments; return their mean loss, in nats.
 
-        Raises:
-            FloatingPointError: the loss is not finite; nothing was learnt.
+        Nothing is learnt if that is not finite.
         """
-        weights = self._weights(self.learnt)
+        weights, batch = self._weights(self.learnt), self._batch(segments)
         if self._optimizer is None:
             # Steps are too small for 16 bits.
             self._masters = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in weights]
-            self._optimizer = torch.optim.AdamW(self._masters, lr=rate, weight_decay=0.0)
-        batch = self._batch(segments)
+            self._optimizer = torch.optim.AdamW(self._masters, weight_decay=0.0)
         wanted, depth = batch["loss_mask"], self.head.draft_length
         batch["anchors"] = draw_anchors(batch["documents"], BLOCKS, depth, self.generator, wanted)
         with torch.enable_grad(), torch.autocast(self.head.device.type, enabled=False):
-            for weight in weights:
-                weight.requires_grad_(True)
             hidden, goals, labels = self._drafts(self.learnt, batch)
-            size = max(1, _LOGITS // (self.head.config.vocab_size * max(hidden.shape[1], 1)))
-            loss = chunked(self._losses, hidden, *goals, labels, chunk_size=size) / max(len(hidden), 1)
+            loss = chunked(self._losses, hidden, *goals, labels, chunk_size=self._at_once(hidden)) / max(len(hidden), 1)
             if not torch.isfinite(loss):
-                raise FloatingPointError(f"The loss of a step of learning is {float(loss)}.")
+                return float(loss)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
         with torch.no_grad():
             for master, gradient in zip(self._masters, gradients, strict=True):
@@ -120,9 +110,13 @@ class Student:
                 weight.copy_(master)
         return float(loss.detach())
 
+    def _at_once(self, hidden: Tensor) -> int:
+        """Return how many blocks with states [N, d, H] have their logits computed at once."""
+        return max(1, _LOGITS // (self.head.config.vocab_size * max(hidden.shape[1], 1)))
+
     def _losses(self, hidden: Tensor, *goals: Tensor) -> Tensor:
         """Losses [n] of blocks with states [n, d, H]."""
-        return self.objective(self.learnt.logits(hidden), self._target_logits(*goals[:-1]), goals[-1])
+        return PRESETS["dart"](self.learnt.logits(hidden), self._target_logits(*goals[:-1]), goals[-1])
 
     def _target_logits(self, states: Tensor, best: Tensor | None = None) -> Tensor:
         """Return the target's logits [n, d, M], by its last hidden states [n, d, H] or the best k of them [n, d, k]."""
@@ -158,9 +152,8 @@ class Student:
 
     def _accepted(self, head: Any, batch: dict[str, Any], temperature: float) -> Tensor:
         hidden, goals, labels = self._drafts(head, batch)
-        size = max(1, _LOGITS // (self.head.config.vocab_size * hidden.shape[1]))
         accepted = []
-        parts = (one.split(size) for one in (hidden, labels, *goals))
+        parts = (one.split(self._at_once(hidden)) for one in (hidden, labels, *goals))
         for part, own, *given in zip(*parts, strict=True):
             drafted, targets = head.logits(part), self._target_logits(*given)
             if temperature:
@@ -173,25 +166,19 @@ class Student:
 
     def _batch(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Rows [B, T] of segments: `features`, `input_ids`, `documents`, `loss_mask`, and `goals` for all positions."""
-        length = max(map(len, segments))
 
         def stacked(parts: Sequence[Any], fill: int = 0) -> Tensor:
-            padded = [F.pad(part, (0, 0) * (part.ndim - 1) + (0, length - len(part)), value=fill) for part in parts]
-            return torch.stack(padded).to(self.head.device)
+            return pad_sequence([*parts], batch_first=True, padding_value=fill).to(self.head.device)
 
-        features = [one.features for one in segments]
-        goals: list[Any] = [features]
-        if segments[0].logits is not None:
-            goals = [[one.logits for one in segments], [one.best for one in segments]]
         # Position i reads the token after it; the first token itself is never read.
         ids = [one.next_tokens.roll(1) for one in segments]
-        known = [torch.arange(len(one)) > one.unknown for one in segments]
+        known = [torch.arange(len(one)) > (one.prompt if one.best else 0) for one in segments]
         return {
-            "features": stacked(features).to(self.head.dtype),
+            "features": stacked([one.features for one in segments]).to(self.head.dtype),
             "input_ids": stacked(ids),
             "documents": stacked([torch.zeros_like(one) for one in ids], fill=-1),
             "loss_mask": stacked(known),
-            "goals": [stacked(one) for one in goals],
+            "goals": [stacked(part) for part in zip(*(one.best or (one.features,) for one in segments), strict=True)],
         }
 
     def _drafts(self, head: Any, batch: dict[str, Any]) -> tuple[Tensor, list[Tensor], Tensor]:
