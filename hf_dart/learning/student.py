@@ -95,7 +95,7 @@ class Student:
             hidden, goals, labels = self._drafts(self.learnt, batch)
             loss = chunked(self._losses, hidden, *goals, labels, chunk_size=self._at_once(hidden)) / max(len(hidden), 1)
             if not torch.isfinite(loss):
-                return float(loss)
+                return float(loss.detach())
             gradients = torch.autograd.grad(loss, weights, allow_unused=True)
         with torch.no_grad():
             for master, gradient in zip(self._masters, gradients, strict=True):
