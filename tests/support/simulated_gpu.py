@@ -58,15 +58,6 @@ class DeviceTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
-    def __repr__(self, **options: Any) -> str:
-        return f"DeviceTensor({self.host!r})"
-
-    def data_ptr(self) -> int:
-        return self.host.data_ptr()
-
-    def untyped_storage(self) -> Any:
-        return self.host.untyped_storage()
-
     def numpy(self, *args: Any, **options: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
 
@@ -289,9 +280,6 @@ def simulated_gpu() -> Iterator[None]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "device": lambda device: nullcontext(),
-        "synchronize": lambda device=None: None,
-        "get_device_name": lambda device=None: "a simulated GPU",
-        "get_device_capability": lambda device=None: (9, 0),
         "get_rng_state": lambda device=None: generator.get_state(),
         "set_rng_state": lambda state, device=None: generator.set_state(state),
         "manual_seed_all": generator.manual_seed,
