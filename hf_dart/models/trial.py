@@ -150,8 +150,9 @@ def check_verification(
     passed = _passed.setdefault(model, {})
     table = position_limit(model) + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
-    new, further = (case, weights) not in passed, slots > passed.get(case, 0)
-    if not highest(model, new or further)[0]:  # a hook may be in one process alone; then all run the trial
+    # A hook may be in one process alone; then all run the trial.
+    new, further = highest(model, (case, weights) not in passed, slots > passed.get(case, 0))
+    if not (new or further):
         return
     started = perf_counter()
     with as_before(model):  # by itself: the first forward of all may unpack weights
