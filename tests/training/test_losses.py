@@ -90,12 +90,6 @@ def test_cross_entropy() -> None:
     assert torch.autograd.gradcheck(lambda draft: losses.cross_entropy(draft, labels), draft.requires_grad_())
 
 
-def test_fixed_weights() -> None:
-    tokens = torch.zeros(2, 3, dtype=torch.float64)
-    assert_close(losses.exponential_weights(tokens, 1.0), [1 / 3, 1 / 3, 1 / 3])
-    assert_close(losses.exponential_weights(tokens, 0.5), [4 / 7, 2 / 7, 1 / 7])
-
-
 def known_lengths(labels: Tensor) -> list[int]:
     return [[*row.tolist(), NO_LABEL].index(NO_LABEL) for row in labels]
 
