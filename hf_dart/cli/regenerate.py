@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from time import monotonic
@@ -89,7 +90,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.models.tokenizers import vocabulary_hash
     from hf_dart.training.data.documents import datasets_library
     from hf_dart.training.data.sources import DataArguments
-    from hf_dart.training.regenerate.regenerate import begin, describe, open_sources, regenerate
+    from hf_dart.training.regenerate.regenerate import begin, open_sources, regenerate
     from hf_dart.training.regenerate.sampling import Sampling
     from hf_dart.training.regenerate.writer import RegenerateSettings
 
@@ -119,7 +120,12 @@ def _run(arguments: argparse.Namespace) -> int:
                 **common.given(arguments, _OF_THE_MODEL),
                 "tokenizer": vocabulary_hash(tokenizer),
                 "shards": parts,
-                **describe(data, sources, settings),
+                "sources": data.train_data,
+                "documents": [None if data.streaming else len(documents) for documents, _ in sources],
+                "chat_template": next((one.chat.template_text for _, one in sources if one.chat is not None), None),
+                "enable_thinking": data.enable_thinking,
+                "drawn": "for every row",  # it was for every batch once: those files do not go on with these
+                **asdict(settings),
             },
             {
                 **versions(("torch", "transformers", "datasets")),

@@ -15,7 +15,6 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from itertools import islice, takewhile
 from pathlib import Path
 from time import monotonic
@@ -105,22 +104,6 @@ def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tu
         documents, encoder = open_encoded(arguments, names, "train", tokenizer, 1)
         sources.append((documents if arguments.streaming else documents.shuffle(seed=seed), encoder))
     return sources
-
-
-def describe(
-    arguments: DataArguments, sources: list[tuple[Any, Encoder]], settings: RegenerateSettings
-) -> dict[str, Any]:
-    """All of the data and the settings that the text depends on, for `begin`."""
-    counts = [None if arguments.streaming else len(documents) for documents, _ in sources]
-    chat = next((encoder.chat for _, encoder in sources if encoder.chat is not None), None)
-    return {
-        "sources": list(arguments.train_data),
-        "documents": counts,
-        "chat_template": None if chat is None else chat.template_text,
-        "enable_thinking": arguments.enable_thinking,
-        "drawn": "for every row",  # it was for every batch once: those files do not go on with these
-        **asdict(settings),
-    }
 
 
 def regenerate(
