@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.letters import letters
 from support.tiny import tiny_head, tiny_target
+from support.users import letters
 
 from hf_dart.bench import doctor
 from hf_dart.cli import main

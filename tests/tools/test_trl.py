@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.letters import letters
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, tiny_head, tiny_target
+from support.users import letters
 
 from hf_dart import Learner, SuffixStore
 from hf_dart.learning.trl import DrafterCallback
