@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.assistants import VOCABULARY, Stock, assistant_checkpoint, gemma4_drafter, gemma4_target, stock_assistant
 from support.cases import GREEDY, SAMPLED
 from support.compare import assert_identical, tally
+from support.engines import engine
 from support.heads import assert_beam, draft_after
 from support.sentences import not_read
 from support.tiny import tiny_target
@@ -19,7 +20,8 @@ from surveys.media_by_class import MEDIA
 from surveys.multimodal_classes import inputs_with_media
 from surveys.small import builds_with
 
-from hf_dart import Gemma4Drafter, TreeConfig, attach, load_drafter
+from hf_dart import Batcher, Gemma4Drafter, TreeConfig, attach, load_drafter
+from hf_dart.models.stock_steps import CACHE
 
 EXACT = tally("float64, assistants of Gemma 4", least=1.3)
 PAIRS = [("Gemma4", 0, False), ("Gemma4", 3, True), ("Gemma4Unified", 0, True)]
@@ -56,6 +58,25 @@ def test_text_is_stocks(tmp_path: Path, family: str, shared: int, ordered: bool)
         for tree in (TreeConfig(nodes=12), TreeConfig.chain(4)):
             inputs = {"input_ids": ids, "attention_mask": seen}
             assert_identical(target, drafter, inputs, **mode, tree_config=tree, into=EXACT)
+
+
+def test_turns_requests_and_compiled_rounds(tmp_path: Path) -> None:
+    """Keys and values of two shapes in one state, which later turns take up and requests of a batcher share."""
+    target = attach(gemma4_target())
+    drafter, prompts = gemma4_drafter(tmp_path, target), [texts(1, length) for length in (5, 11)]
+    written, shape = [], {"tree_config": TreeConfig(nodes=12)}
+    for drafting in ({}, {"assistant": drafter, **shape}):
+        first = target.generate(prompts[0], **GREEDY, return_dict_in_generate=True, **drafting)
+        ids = torch.cat([first.sequences, prompts[1]], dim=1)
+        written.append(target.generate(ids, **GREEDY, **{CACHE: first[CACHE]}, **drafting))
+    assert torch.equal(*written)
+    wanted = [target.generate(ids, **GREEDY) for ids in prompts]
+    with Batcher(target, drafter) as batcher:
+        asked = [batcher.submit(input_ids=ids, **GREEDY) for ids in prompts]
+        assert all(torch.equal(one.result(), ids) for one, ids in zip(asked, wanted, strict=True))
+    engine(target, drafter)
+    assert_identical(target, drafter, {"input_ids": texts(2, 9)}, **SAMPLED, **shape, into=EXACT)
+    assert drafter.engine.tiers
 
 
 def test_text_after_images_is_stocks(tmp_path: Path) -> None:
