@@ -115,6 +115,9 @@ def test_what_it_is_loaded_for(tmp_path: Path) -> None:
     others = {"drafts for a Gemma 4": tiny_target("llama"), "table of 12 rows": gemma4_target(vocab_size=18)}
     for words, other in others.items():
         not_read(lambda other=other: load_drafter(path, target=other), words)
+    load_drafter(path, target=gemma4_target()).save_pretrained(tmp_path / "ours")
+    other = tiny_target("llama", vocab_size=VOCABULARY, num_hidden_layers=6)
+    not_read(lambda: load_drafter(str(tmp_path / "ours"), target=other), "which this target has not")
     weights = load_file(tmp_path / "model.safetensors")
     weights["masked_embedding.token_ordering"][0] = VOCABULARY
     save_file(weights, tmp_path / "model.safetensors")

@@ -40,12 +40,8 @@ class Gemma4Config(DrafterConfig):
         Raises:
             ValueError: the target has no such layers, or the file describes no assistant.
         """
-        config, theirs = read_assistant(published), target.config.get_text_config(decoder=True)
-        kinds = theirs.layer_types if theirs.model_type.startswith("gemma4") else []
-        # The last layer of each kind that has keys and values of its own.
-        own = kinds[: len(kinds) - getattr(theirs, "num_kv_shared_layers", 0)]
-        last = {kind: index for index, kind in enumerate(own)}
-        text, told = config.text_config, told_of(target)
+        config, last, told = read_assistant(published), last_layers(target), told_of(target)
+        text = config.text_config
         if not last.keys() >= {*text.layer_types}:
             raise ValueError(
                 f"An assistant of Gemma 4 drafts for a Gemma 4 with its kinds of layers, and {type(target).__name__} "
@@ -60,3 +56,12 @@ class Gemma4Config(DrafterConfig):
             vocab_size=text.vocab_size,
             **told,
         )
+
+
+def last_layers(target: PreTrainedModel) -> dict[str, int]:
+    """Return the last layer of each kind that has keys and values of its own; none of other models than Gemma 4."""
+    text = target.config.get_text_config(decoder=True)
+    if not text.model_type.startswith("gemma4"):
+        return {}
+    shared = getattr(text, "num_kv_shared_layers", 0)
+    return {kind: index for index, kind in enumerate(text.layer_types[: len(text.layer_types) - shared])}

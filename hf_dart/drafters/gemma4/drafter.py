@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache, SlotSpec
 from hf_dart.drafters.beams import BeamDrafter, last_of
-from hf_dart.drafters.gemma4.configuration import Gemma4Config
+from hf_dart.drafters.gemma4.configuration import Gemma4Config, last_layers
 from hf_dart.drafters.layers import rotate
 from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
@@ -96,11 +96,11 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
         super()._check_compatible(target, tokenizer)
+        last = last_layers(target)
         for kind, place in zip(self._kinds, self.feature_layers, strict=False):
-            attention = target.get_decoder().layers[place].self_attn
             heads, size = self._heads(kind)
-            found = attention.head_dim, attention.k_proj.out_features // attention.head_dim
-            if getattr(attention, "layer_type", None) != kind or found != (size, heads):
+            attention = target.get_decoder().layers[place].self_attn if last.get(kind) == place else None
+            if attention is None or (attention.head_dim, attention.k_proj.out_features) != (size, heads * size):
                 raise ValueError(
                     f"This assistant reads {heads} heads of width {size} of layer {place} of its target, a layer of "
                     f"{kind}, which this target has not; give the target that it was published for."
