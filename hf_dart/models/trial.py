@@ -160,18 +160,18 @@ def check_verification(
     with as_before(model):
         longest = max(table, text or 0) - len(TRIAL_TREE)
         near = [mark for mark in trial.marks if mark <= slots and further]
-        # What stock's own layers drop behind a window is no matter of this target.
-        beyond = [mark + _AFTER for mark in near if mark not in trial.windows]
-        marked = {min(length, longest) for length in [*beyond, *(mark + _BEFORE for mark in near)]}
+        marked = {min(mark + shift, longest) for mark in near for shift in (_BEFORE, _AFTER)}
         lengths = sorted({_PROMPT} | {length for length in marked if length > _PADDED[1]})
-        seconds = (perf_counter() - started) * len(lengths) * 4  # seven forwards each, of fewer tokens
+        seconds = (perf_counter() - started) * len(lengths) * 4  # up to seven forwards each, of fewer tokens
         if seconds > _LONG:
             _LOGGER.warning(
                 f"hf_dart: trying token trees on {type(model).__name__}, once per process and kind of batch, after "
                 f"texts of {', '.join(map(str, lengths))} tokens: about {seconds:.0f} s"
             )
+        # Beyond the window of stock's own layers every node is past it: the root shows what those have dropped.
+        beyond = {mark + _AFTER for mark in near if mark in trial.windows}
         for length in lengths:
-            trial.run(length)
+            trial.run(length, 1 if length in beyond else len(_PATHS[0]))
     # A mark at the end of the position table is tried again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AFTER > min(slots, longest)]
     case = (*identity(model), pads)  # of unpacked weights
@@ -236,11 +236,16 @@ class _Trial:
         numbers = (value for value in [*named, *self.windows] if isinstance(value, (int, float)) and value is not True)
         return {int(value) for value in numbers if value > 0}
 
-    def run(self, length: int) -> None:
-        """Raise if trees after `length` tokens are not what stock's steps are in any of some texts."""
+    def run(self, length: int, deepest: int) -> None:
+        """Raise if trees after `length` tokens are not what stock's steps are in any of some texts.
+
+        Args:
+            deepest: nodes of a path that are committed.
+        """
+        paths = [path[:deepest] for path in _PATHS[: len(self._pads)]]
         allowed = allowance(self._dtype)
         for tokens in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
-            (error,) = highest(self._model, self._tree_against_steps(length, tokens))
+            (error,) = highest(self._model, self._tree_against_steps(length, tokens, paths))
             if error <= allowed:
                 return
             allowed = allowance(self._dtype, self.noise)
@@ -253,23 +258,23 @@ class _Trial:
             "generate without assistant=."
         )
 
-    def _tree_against_steps(self, length: int, tokens: Tensor) -> float:
+    def _tree_against_steps(self, length: int, tokens: Tensor, committed: list[list[int]]) -> float:
         """Return the largest difference of a logit between trees and stock's steps, of the path that each row commits.
 
         Args:
             tokens: [B, 7], of which 6 are nodes, one comes after.
         """
-        paths = [[*path, len(TRIAL_TREE)] for path in _PATHS[: len(tokens)]]
+        paths = [[*path, len(TRIAL_TREE)] for path in committed]
         rows, texts = range(len(paths)), [path + path[-1:] * (len(paths[0]) - len(path)) for path in paths]
         with _explained(self._model, self._text):
             steps = self._steps(length, [*rows])
             wanted = steps(tokens[torch.tensor(rows)[:, None], texts])
         with _explained(self._model, self._tree):
-            found = self._trees(length, tokens, steps.shift)
+            found = self._trees(length, tokens, committed, steps.shift)
         ours = torch.cat([found[row, path] for row, path in zip(rows, paths, strict=True)])
         return difference(ours, torch.cat([wanted[row, : len(path)] for row, path in zip(rows, paths, strict=True)]))
 
-    def _trees(self, length: int, tokens: Tensor, shift: Tensor | None) -> Tensor:
+    def _trees(self, length: int, tokens: Tensor, committed: list[list[int]], shift: Tensor | None) -> Tensor:
         """Logits [B, 7, V] of trees, and of a token after the paths that they commit."""
         nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
         prefix, room = self._prefix(length, [*range(len(tokens))]), length + 2 * len(TRIAL_TREE)
@@ -278,8 +283,7 @@ class _Trial:
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
         parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
         logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
-        committed = _PATHS[: len(nodes)]
-        filled_up = [path + [0] * (len(_PATHS[0]) - len(path)) for path in committed]
+        filled_up = [path + [0] * (len(committed[0]) - len(path)) for path in committed]
         trees.commit(torch.tensor(filled_up), [len(path) for path in committed])
         return torch.cat([logits, verify(DraftTree.chain(after))[0]], dim=1)
 

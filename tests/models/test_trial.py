@@ -151,7 +151,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths of the texts that trials run on."""
     lengths: list[int] = []
     run = probe._Trial.run
-    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (lengths.append(length), run(self, length)))
+    monkeypatch.setattr(probe._Trial, "run", lambda self, *given: (lengths.append(given[0]), run(self, *given)))
     return lengths
 
 
@@ -165,7 +165,7 @@ def test_long_windows_are_tried_by_the_call_that_reaches_them(
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=20)
     assert set(tried) == {12}
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=110)
-    assert set(tried) == {12, 97}
+    assert set(tried) == {12, 97, 105}
     tried.clear()
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=200)
     assert not tried
@@ -174,19 +174,19 @@ def test_long_windows_are_tried_by_the_call_that_reaches_them(
     target = tiny_target("mistral", sliding_window=100, max_position_embeddings=60)
     head = tiny_head(target)
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=140)
-    assert set(tried) == {12, 97}
+    assert set(tried) == {12, 97, 105}
 
 
 SLIDING = {"family": "mistral", "sliding_window": 300, "max_position_embeddings": 8192}
 
 
-@pytest.mark.parametrize(("target", "lengths"), [({"family": "llama"}, 1), (SLIDING, 2)])
-def test_a_trial_is_few_and_short_forwards(target: dict[str, Any], lengths: int) -> None:
+@pytest.mark.parametrize(("target", "forwards"), [({"family": "llama"}, 1 + 7), (SLIDING, 1 + 7 + 7 + 4)])
+def test_a_trial_is_few_and_short_forwards(target: dict[str, Any], forwards: int) -> None:
     tried, fed = tiny_target(**target), []
     hook = tried.register_forward_pre_hook(lambda *args: fed.append(args[-1]["input_ids"].numel()), with_kwargs=True)
     check_verification(tried)
     hook.remove()
-    assert len(fed) == 1 + 7 * lengths
+    assert len(fed) == forwards
     assert max(fed) == 12
 
 
@@ -197,7 +197,7 @@ def test_a_trial_that_takes_long_says_so(caplog: pytest.LogCaptureFixture, monke
     check_verification(tiny_target(**SLIDING))
     (message,) = caplog.messages
     assert "trying token trees on MistralForCausalLM" in message
-    assert "after texts of 12, 297 tokens: about" in message
+    assert "after texts of 12, 297, 305 tokens: about" in message
 
 
 def test_numbers_of_layers_are_no_windows(tried: list[int]) -> None:
