@@ -513,7 +513,7 @@ def test_a_slow_drafter_pauses_unless_its_cost_is_given(monkeypatch: pytest.Monk
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         started = time.thread_time()
-        while time.thread_time() < started + 0.15:  # a hundred forwards of this target
+        while time.thread_time() < started + 0.05:  # thirty forwards of this target
             pass
         return propose(*args, **kwargs)
 

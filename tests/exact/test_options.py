@@ -239,11 +239,10 @@ class Later(MaxLengthCriteria):
 )
 def test_length_criteria_of_the_users_own(llama: tuple[Any, Any], criteria: list[Any], ends: int) -> None:
     """Stock's kind takes the place of stock's, be it longer or shorter; one that derives from it does not."""
-    for lengths in ([9], RAGGED):
-        for mode in (GREEDY, SAMPLED):
-            options = {**mode, "max_new_tokens": None, "max_length": 22, "stopping_criteria": criteria}
-            stock, _ = assert_identical(*llama, prompts([min(length, 9) for length in lengths]), **options)
-            assert stock.sequences.shape[1] == ends
+    for lengths, mode in (([9], SAMPLED), (RAGGED, GREEDY), (RAGGED, SAMPLED)):
+        options = {**mode, "max_new_tokens": None, "max_length": 22, "stopping_criteria": criteria}
+        stock, _ = assert_identical(*llama, prompts([min(length, 9) for length in lengths]), **options)
+        assert stock.sequences.shape[1] == ends
 
 
 @pytest.mark.usefixtures("executor")
