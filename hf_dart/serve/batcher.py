@@ -35,6 +35,7 @@ PREFIX_TOKENS = 8_192
 """Tokens of shared beginnings that a batcher keeps, where nothing else is said."""
 PIECE = 256
 """Tokens of prompts that are read between two rounds."""
+_IDLE = 0.2  # seconds that the thread waits for a request, as a new one would allocate all of its memory again
 
 
 @dataclass(eq=False)
@@ -54,8 +55,8 @@ class Batcher:
     all of them in one forward. Requests are served in the order in which they come: while the first that waits has no
     room, those after it wait, too. Prompts are read in pieces, with a round of the others in between.
 
-    Rounds run on a thread of the batcher's own, which is there while there are requests. Any thread may submit.
-    torch's default generator is neither read nor moved: each request has a generator of its own.
+    Rounds run on a thread of the batcher's own, which is there while there are requests, and a moment longer. Any
+    thread may submit. torch's default generator is neither read nor moved: each request has a generator of its own.
 
     Args:
         model: the target: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
@@ -161,6 +162,7 @@ class Batcher:
             if self._closed:
                 raise RuntimeError("This Batcher has been closed; make another one.")
             self._waiting.append(_Call(request, handle))
+            self._changed.notify()
             if self._thread is None:
                 self._thread = Thread(target=self._work, name="hf_dart.Batcher")
                 self._thread.start()
@@ -174,6 +176,7 @@ class Batcher:
         """
         with self._changed:
             self._closed = True
+            self._changed.notify()
             calls = [*self._waiting, *self._running, *filter(None, [self._reading])]
             thread = self._thread
         for call in calls if cancel else ():
@@ -194,9 +197,11 @@ class Batcher:
         """Run rounds while there are requests."""
         while True:
             with self._changed:
-                if not self._waiting and not self._running:
-                    self._thread = None
-                    return
+                if not self._running:
+                    self._changed.wait_for(lambda: self._waiting or self._closed, _IDLE)
+                    if not self._waiting:
+                        self._thread = None
+                        return
             read = 0
             while read < PIECE and (call := self._next()) is not None:
                 self._begin(call)

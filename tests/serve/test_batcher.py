@@ -210,6 +210,18 @@ def test_threads_that_submit_at_the_same_time() -> None:
         assert torch.equal(found[number], wanted)
 
 
+def test_requests_in_a_row_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for the next one, as a new thread's memory would be new, too; closing ends the wait."""
+    monkeypatch.setattr(batcher_module, "_IDLE", 600.0)
+    threads = []
+    with Batcher(tiny_target("llama")) as batcher:
+        for _ in range(2):
+            batcher.submit([3, 4], do_sample=False, max_new_tokens=3).result()
+            threads.append(batcher._thread)
+    assert threads[0] is threads[1]
+    assert batcher._thread is None
+
+
 def test_first_come_first_served() -> None:
     """A small request does not overtake one that waits for room."""
     target, order = tiny_target("llama"), list[str]()
