@@ -22,6 +22,8 @@ SHORT = ("1_quick_start",)
     [pytest.param(file, marks=() if file.stem in SHORT else pytest.mark.matrix, id=file.stem) for file in NOTEBOOKS],
 )
 def test_every_cell_shows_what_is_kept(file: Path, tmp_path: Path) -> None:
+    if file.stem.endswith("trl"):
+        pytest.importorskip("trl")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(FOLDER / "run.py"), str(file)],
