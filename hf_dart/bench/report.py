@@ -12,18 +12,20 @@ from typing import Any
 import torch
 
 from hf_dart.bench.exact import repeated_4grams
-from hf_dart.bench.pair import Pair
+from hf_dart.bench.pair import Pair, thinking_of
 from hf_dart.bench.speed import Measurement
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.hub.tables import STOCK
+from hf_dart.models.tokenizers import template_hash
 
 
 def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) -> dict[str, Any]:
-    """All that a figure of a pair depends on: versions, hardware, dtype, threads, text, settings, the head's trees.
+    """All that a figure of a pair depends on: versions, hardware, dtype, template, text, settings, the head's trees.
 
     Args:
         settings: a dataclass.
     """
+    template = getattr(pair.tokenizer, "chat_template", None)
     return {
         "command": shlex.join(command),
         "versions": versions(),
@@ -36,6 +38,8 @@ def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) 
         "target_parameters": sum(p.numel() for p in pair.model.parameters()),
         "head": pair.head_name,
         "head_parameters": pair.head_parameters,
+        "chat_template": template_hash(template) if isinstance(template, str) else None,
+        "template_flags": thinking_of(pair),
         "text": text,
         "settings": asdict(settings),
         "tree": asdict(pair.head.tree_config),

@@ -66,7 +66,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from hf_dart.hub import tables
     from hf_dart.hub.checkpoint import read_json
 
-    about = "Cannot compare " + " and ".join(map(str, arguments.files))
+    about = f"Give two files of hf-dart bench --json, not {' and '.join(map(str, arguments.files))}"
     with as_user_error(*tables.UNREADABLE, about=about):
         common.show(tables.compared(*map(read_json, arguments.files)))
     return 0
@@ -137,7 +137,7 @@ def _run(arguments: argparse.Namespace) -> int:
     rivals = arguments.rivals or ("lookup", *(["copies"] if arguments.suite else []), "tree")
     methods = baselines.methods(pair, rivals, small, drafters)
     content = report.circumstances(pair, settings, "", ["hf-dart", *arguments.words])
-    content |= {"drafters": baselines.parameters(methods), "chat_template": thinking_of(pair), "results": []}
+    content |= {"drafters": baselines.parameters(methods), "results": []}
     identical = True
     for text, prompts in _prompts(arguments, pair, settings):
         case = {"text": text, "dtype": content["dtype"], "prompt_tokens": max(map(len, prompts))}

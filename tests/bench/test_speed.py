@@ -55,6 +55,7 @@ def test_every_method_takes_part(report: dict[str, Any]) -> None:
     assert set(report["drafters"]) == {ASSISTED, *DRAFTERS} - {f"{OURS}, copies alone"}
     assert report["text"] == "code, spec-bench: two"
     assert report["settings"]["prompt_tokens"] == max(one["prompt_tokens"] for one in report["results"])
+    assert (report["chat_template"], report["template_flags"]) == (None, {})
     assert (report["dtype"], report["threads"]) == ("float32", torch.get_num_threads())
     assert report["command"].startswith("hf-dart bench --smoke")
     assert set(report["versions"]) == {"python", "hf-dart", "torch", "transformers"}
@@ -124,7 +125,7 @@ def test_tables_by_category_and_of_two_benches(
     assert shown.rstrip().endswith("rows that only one of them has: 1")
     files[1].write_text("{}", encoding="utf8")
     assert main(["bench", "compare", *map(str, files)]) == 2
-    assert "Cannot compare" in capsys.readouterr().err
+    assert "Give two files of hf-dart bench --json" in capsys.readouterr().err
 
 
 @pytest.mark.matrix
