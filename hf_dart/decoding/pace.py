@@ -32,6 +32,7 @@ _PRIOR = 0.75  # a draft is assumed to be accepted up to depth k with probabilit
 _TRIAL = 3.0  # tokens that a trial of a mode may lose before a drafter that adds nothing is known not to pay
 _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 1024, 4  # rounds before a better mode is tried; grows by this factor
 _LIKELY = 0.5  # tokens that copies are expected to bring where they may be what spares a draft
+_GAINS, _LEAST = 64, 0.01  # rounds over which gains are compared, and least gain that is told from none
 _MEMORY = 32  # drafts of a row, and rounds, over which running means reach
 _SETTLED = 16  # drafted rounds after which a mode that pays counts as paying
 _WARN_AFTER = 2  # pauses without a paying mode between them
@@ -39,7 +40,8 @@ _LEAD = 4.0  # a row that is ahead of the slowest one by 1 + (its tokens)**0.5 /
 _KINDS = 64  # kinds of calls that are remembered
 
 _HOPE = 0.25  # tokens that copies are taken to gain in a round before any was looked for
-_SELDOM = 3  # one round in 2**3 looks for copies, where they do not pay
+_SELDOM = 5  # one round in 2**5 looks for copies, where they do not pay
+_PARTED = 0.03  # cost of rows that part, to which later rounds attend by masks
 
 _TIMED_DRAFTS = 9  # last drafts whose median time counts, a third of them at least
 _SPEED = 1 / 8  # weight of a round in the running mean of the machine's speed
@@ -81,7 +83,9 @@ class PaceRecord:
         pauses: since drafts last paid.
         drafted: rows of drafted rounds in all, and the tokens that they emitted.
         draft_costs: of the last drafts, where they are timed.
-        copied: running mean of what a round of copies alone gains by them, in tokens less its cost, where it is timed.
+        copied: running mean of what a round of copies alone gains by them, in tokens of the slowest row less its cost,
+            where it is timed.
+        gains: running means of the tokens that drafts and copies bring: weighted by rows, and to the slowest row.
         fruitless: rounds that have looked for copies since that was above 0.
         copy_counts: how often copies were right.
         correction: [N] measured cost of verifying 1 to N nodes per row, divided by its estimate.
@@ -101,6 +105,7 @@ class PaceRecord:
     drafted: tuple[int, int] = (0, 0)
     draft_costs: tuple[float, ...] = ()
     copied: float = _HOPE
+    gains: tuple[float, float] = (1.0, 1.0)
     fruitless: int = 0
     copy_counts: CopyCounts = field(default_factory=CopyCounts)
 
@@ -118,6 +123,7 @@ class Pace:
         timed: the costs in place of which measured ones are used (`Pace.timed_costs`).
         records: of calls by their kind, kept from call to call; None keeps nothing.
         kind: of this call, which goes on where the last one of its kind ended.
+        together: the rows are done when the slowest one is; else each counts for itself.
     """
 
     def __init__(
@@ -129,6 +135,7 @@ class Pace:
         timed: Collection[str] = (),
         records: dict[Hashable, PaceRecord] | None = None,
         kind: Hashable = None,
+        together: bool = True,
     ) -> None:
         self._config, self._depth, self._timed = config, depth, timed
         self._chooses = depth > 0 and config.nodes is None
@@ -137,7 +144,8 @@ class Pace:
         self._estimate = config.round_cost(batch, device_type, drafted=False)
         self._verify, self._draft_cost = self._estimate.verify, config.draft_cost or 0.0
         self._filled = np.arange(len(self._verify))
-        self._left_out = False
+        self._left_out, self._together = False, together
+        self._parted = _PARTED if together and batch > 1 and "node_cost" in timed else 0.0
         self._spent: dict[str, float] = {}  # seconds of each phase so far
         self._seconds = 0.0  # of a round that verifies the root alone
         self._emitted, self._copies_cost = [0] * batch, 1.0
@@ -215,6 +223,7 @@ class Pace:
             cost = self._cost_of_drafting()
             rows = zip(weights, copies, deepest, strict=True)
             added = sum(weight * self._expected(one, nodes, most) for weight, one, most in rows if weight)
+            added *= min(max(record.gains[1], _LEAST) / max(record.gains[0], _LEAST), 1.0)
             if added >= rate * cost or not (record.rounds or likely):  # a trial has at least one round
                 return roots_alone if due and not likely else (record.mode, copies)
             if likely or record.chances.sum() >= cost:  # the mode pays in other rounds
@@ -247,8 +256,14 @@ class Pace:
         emitted = [len(row) for row in tokens]
         self._emitted = [so_far + new for so_far, new in zip(before, emitted, strict=True)]
         weights = row_weights(before, limits)
+        running = [row for row, limit in enumerate(limits) if limit > 0]
         if self._timed:
-            gained = sum(weight * (new - 1) for weight, new in zip(weights, emitted, strict=True))
+            mean = gained = sum(weight * (new - 1) for weight, new in zip(weights, emitted, strict=True))
+            if self._together and running:
+                was, is_now = (min(tokens[row] for row in running) for tokens in (before, self._emitted))
+                gained = is_now - was - 1
+            of_all, of_slowest = record.gains
+            record.gains = of_all + (mean - of_all) / _GAINS, of_slowest + (gained - of_slowest) / _GAINS
             self._time(mode, nodes, levels, seconds, gained)
         if not self._chooses:
             return
@@ -266,8 +281,7 @@ class Pace:
         record.rounds += 1
         added = self.cost(drafted=False).of(nodes, levels) - self._copies_cost
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
-        running = sum(limit > 0 for limit in limits)
-        record.drafted = (record.drafted[0] + running, record.drafted[1] + sum(emitted))
+        record.drafted = (record.drafted[0] + len(running), record.drafted[1] + sum(emitted))
         if record.rounds >= _SETTLED and record.chances.sum() > self._cost_of_drafting():
             record.pauses = 0
             if record.mode == TREE:
@@ -300,7 +314,7 @@ class Pace:
 
     def _cost_of_drafting(self) -> float:
         """Cost of a draft and its nodes, above that of copies alone."""
-        return self.cost(refined=self._record.mode != CHAIN).draft + max(self._record.added, 0.0)
+        return self.cost(refined=self._record.mode != CHAIN).draft + max(self._record.added, 0.0) + self._parted
 
     def _expected(self, copies: Copies, verified: int, deepest: int) -> float:
         """Tokens that a draft is expected to add to one row.
@@ -384,7 +398,8 @@ class Pace:
             record.draft_costs = (*record.draft_costs[1 - _TIMED_DRAFTS :], cost)
         if self._looks and copies:
             self._looking += (draft / verify * expected - self._looking) / min(self._begun + 1, _MEMORY)
-            record.copied += (gained - (expected - self._verify[0]) - self._looking - record.copied) / _SETTLED
+            cost = expected - self._verify[0] + self._looking + self._parted
+            record.copied += (gained - cost - record.copied) / _SETTLED
             record.fruitless = 0 if record.copied > 0 else record.fruitless + 1
         if "node_cost" in self._timed:
             self._seconds = self._seconds or verify / expected
