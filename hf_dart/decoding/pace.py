@@ -178,6 +178,11 @@ class Pace:
         """True if any round of the call may be drafted."""
         return self._config.nodes != 1
 
+    def may_draft(self, rounds: int) -> bool:
+        """Return True if any of so many rounds may be drafted: a pause may last longer."""
+        paused = self._chooses and self._record.mode == PAUSE and self._record.left > rounds
+        return self.ever_drafts and not paused
+
     def cost(self, drafted: bool = True, refined: bool = True) -> RoundCost:
         """Cost of a round.
 

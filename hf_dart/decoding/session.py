@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from hf_dart.decoding.suffix_store import Remembers
 from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
 from hf_dart.drafters.base import Proposal, Score, Verified, entries_of
+from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.features import states_at
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
@@ -94,7 +95,7 @@ class Session:
         propose_with: how the drafter is asked for a draft.
         aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
             generator, it moves nothing.
-        keeps: positions are to be kept for the drafter even if it will not be asked in this call.
+        keeps: the drafter may be asked, in this call or a later one; else it reads nothing.
         grower: from a draft to a tree.
         verify: the target's forward over a tree: a `Verifier`, or a captured one in its place.
         cache: what stays of it, round by round.
@@ -247,19 +248,28 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
     Raises:
         ValueError: as `read_prompt` does.
     """
-    drafter, config, batch = request.drafter, request.tree_config, len(request.input_ids)
+    config, batch = request.tree_config, len(request.input_ids)
     stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
     rows = Rows(request)
     from_default = noise is not None and rows.in_step and noise.given is None
     aside = partial(put_back, rows.device) if from_default else nullcontext
     if noise is not None:
         noise.begin()
+    depth = min(config.depth or request.drafter.draft_length, request.drafter.draft_length)
+    # Of processes that share a target, only the one whose call was interrupted would have learnt from it.
+    records = None if is_shared(request.model) else request.drafter.pace_records
+    pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)
+    observed = (*request.drafter.observers, *request.observers)
+    # Seats and captured rounds, which drop no window either, choose by a pace of their own.
+    keeps = bool(pace.may_draft(max(rows.rooms)) or request.returns_cache or observed or not request.windowed)
+    asked = request if keeps else replace(request, drafter=LookupDrafter())
+    drafter = asked.drafter
     with stats.phase("prefill"):
         with aside():
             state = resume_state(request.stock_cache, drafter, request.input_ids, request.first_slot, request.pads)
-            state = state or begun(request, rows)
+            state = state or begun(asked, rows)
             state.multimodal |= request.multimodal
-            ran = read_prompt(request, rows, state)
+            ran = read_prompt(asked, rows, state)
         hidden_states = None
         if request.collects("output_hidden_states"):
             hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.reader.width)
@@ -270,10 +280,6 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
         if noise is not None:
             noise.vocab_size = logits.shape[-1]
         streaming = Streaming(request.streamer, rows)
-        depth = min(config.depth or drafter.draft_length, drafter.draft_length)
-        # Of processes that share a target, only the one whose call was interrupted would have learnt from it.
-        records = None if is_shared(request.model) else drafter.pace_records
-        pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)
         session = Session(
             request=request,
             rows=rows,
@@ -283,9 +289,9 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             drafter_state=state,
             propose_with=drafter.propose_ranked,
             aside=aside,
-            keeps=pace.ever_drafts or request.returns_cache,
+            keeps=keeps,
             grower=TreeGrower(
-                drafter,
+                request.drafter,
                 config,
                 request.processors,
                 rows.tokens,
@@ -304,7 +310,7 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
             # The prompt's last position waits for the token after it.
             seen=Verified(ran.reader.last, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
         )
-        session.observers = [*(observe(session) for observe in drafter.observers), *request.observers]
+        session.observers = [*(observe(session) for observe in request.drafter.observers), *request.observers]
         if request.memory is not None:
             session.observers.append(Remembers(session, request.memory))
         if ran.reader.tail is not None:

@@ -193,17 +193,23 @@ def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
         assert level == "tree", "each is ahead in its turn"
 
 
-@pytest.mark.parametrize(("together", "pays"), [(True, False), (False, True)])
-def test_what_the_slowest_row_has_of_measured_rounds(together: bool, pays: bool) -> None:
-    """Tokens that one row of four is ahead by end no batch sooner; calls in seats end one by one."""
-    config = TreeConfig(draft_cost=0.3, node_cost=0.0)
-    pace = pace_of(config, 4, timed=("node_cost",), together=together)
-    mode = PAUSE
-    for number in range(200):
-        mode, _ = pace.choose([NOTHING] * 4, [0.25] * 4, [DEPTH] * 4)
-        new = [1 if mode == PAUSE or row != number % 2 else 4 for row in range(4)]
-        pace.count(mode, [[7] * tokens for tokens in new], [50] * 4, 1, 0, {"verify": 1.0 + number})
-    assert (mode != PAUSE) == pays
+def test_a_batch_has_what_its_slowest_row_has_of_drafts() -> None:
+    """Rows part by chance, and end no batch sooner where they are ahead; calls in seats end one by one."""
+    config, random = TreeConfig(draft_cost=0.3, node_cost=0.0), Random(0)
+    brought = [[random.choice((1, 1, 1, 5)) for _ in range(4)] for _ in range(100)]
+    for together in (True, False):
+        pace = pace_of(config, 4, timed=("node_cost",), together=together)
+        for new in brought:
+            pace.count(PAUSE, [[7] * tokens for tokens in new], [50] * 4, 1, 0, {})
+        of_all, of_slowest = pace._record.gains
+        assert of_slowest == of_all or together
+        assert of_slowest < 0.9 * of_all or not together
+    drafted = []
+    for share in (1.0, 0.1):
+        pace = pace_of(config, 4)
+        pace._record.gains = 1.0, share
+        drafted.append(sum(rounds(pace, 40, [2] * 4, 4)))
+    assert drafted[0] == 40 > drafted[1]
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -306,6 +312,21 @@ def test_kinds_of_calls() -> None:
     assert tries(**sampled) == 0, "the call before has just tried"
     assert tries(**sampled, temperature=0.5) > 0
     assert tries(do_sample=False) > 0
+
+
+def test_a_drafter_that_pauses_for_a_whole_call_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    options: dict[str, Any] = {"do_sample": False, "tree_config": TreeConfig(draft_cost=9.0, node_cost=1e-4)}
+    assert_identical(target, head, prompts([9, 4]), max_new_tokens=20, **options)
+    read: list[int] = []
+    extend = head.extend
+    monkeypatch.setattr(head, "extend", lambda *given: read.append(1) or extend(*given))
+    assert_identical(target, head, prompts([9, 4]), max_new_tokens=20, **options)
+    assert not read
+    assert_identical(target, head, prompts([9, 4]), max_new_tokens=90, **options)
+    assert head.last_stats.paused_rounds < head.last_stats.rounds, "drafts are tried again in a longer call"
+    assert read
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
