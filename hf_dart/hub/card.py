@@ -111,7 +111,9 @@ def _about(facts: HeadFacts) -> dict[str, str]:
     config = facts.config
     thinking = {None: "", True: ", thinking on", False: ", thinking off"}[config.enable_thinking]
     lends = "embedding width" in config.needs
-    lent = "embeddings and LM head are the target's" if lends else "its tokens' table included"
+    lent = "embeddings are the target's" if lends else "its tokens' table included"
+    if lends and "LM head width" in config.needs:
+        lent = "embeddings and LM head are the target's"
     layers = f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}"
     return {
         "widths": f"hidden {config.hidden_size}, {config.num_attention_heads} query and {config.num_key_value_heads} "

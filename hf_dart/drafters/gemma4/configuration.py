@@ -42,6 +42,7 @@ class Gemma4Config(DrafterConfig):
         """
         config, last, told = read_assistant(published), last_layers(target), told_of(target)
         text = config.text_config
+        widths = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
         if not last.keys() >= {*text.layer_types}:
             raise ValueError(
                 f"An assistant of Gemma 4 drafts for a Gemma 4 with its kinds of layers, and {type(target).__name__} "
@@ -51,6 +52,7 @@ class Gemma4Config(DrafterConfig):
             published=published,
             feature_layers=[*(last[kind] for kind in dict.fromkeys(text.layer_types)), told["target_num_layers"]],
             hidden_size=text.hidden_size,
+            **{name: getattr(text.per_layer_config[0], name) for name in widths},  # full layers may have others
             embedding_size=config.backbone_hidden_size,
             feature_size=config.backbone_hidden_size,
             vocab_size=text.vocab_size,
