@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import requires, version
+from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
 import torch
@@ -72,7 +72,11 @@ def _check(name: str, good: bool, found: str, remedy: str) -> Check:
 
 
 def _machine() -> Iterator[Check]:
-    wanted = [Requirement(line) for line in requires("hf-dart") or () if ";" not in line]  # those are extras
+    try:
+        lines = requires("hf-dart") or []
+    except PackageNotFoundError:  # run from its source, without having been installed
+        lines = []
+    wanted = [Requirement(line) for line in lines if ";" not in line]  # those are extras
     wrong = [str(one) for one in wanted if not one.specifier.contains(version(one.name), prereleases=True)]
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
     yield _check("versions", not wrong, found, f"pip install {' '.join(map(repr, wrong))}")

@@ -126,11 +126,9 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
         return None
     if revision is not None:
         ref = cache / "refs" / revision
-        if ref.is_file():
-            return ref.read_text().strip()
-        return revision if REGEX_COMMIT_HASH.match(revision) else None
-    snapshots = cache / "snapshots"
-    commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
+        known = ref.read_text().strip() if ref.is_file() else revision
+        return known if REGEX_COMMIT_HASH.match(known) else None
+    commits = [folder.name for folder in cache.glob("snapshots/*")]
     return commits[0] if len(commits) == 1 else None
 
 
