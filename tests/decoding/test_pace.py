@@ -331,44 +331,46 @@ def test_a_drafter_that_pauses_for_a_whole_call_reads_nothing(monkeypatch: pytes
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["one", "four"])
-def test_pauses_change_no_token(lengths: list[int], options: dict[str, object]) -> None:
+def test_pauses_change_no_token(lengths: list[int], options: dict[str, object], noted: Any) -> None:
     """Rows that stop early, stand still or run ahead while drafting pauses take their positions in later."""
     target = tiny_target("llama")
     head = tiny_head(target)
     config = TreeConfig(draft_cost=9.0, node_cost=1e-4)
+
+    def last(state: Any, features: Any, tokens: Any, counts: Any, *_: Any) -> tuple[int, torch.Tensor]:
+        """Positions of the first row that the draft knows, and the token after them."""
+        return int(state.lengths[0] + counts[0]), tokens[0, counts[0] - 1]
+
+    taken = noted(head, "propose", last)
     for eos in ([], [5, 11]):
         stopping = {"eos_token_id": eos, "pad_token_id": 0} if eos else {}
-        assert_identical(target, head, prompts(lengths), **options, **stopping, max_new_tokens=90, tree_config=config)
+        taken.clear()
+        more = {**options, **stopping, "max_new_tokens": 90, "tree_config": config}
+        stock, _ = assert_identical(target, head, prompts(lengths), **more)
         stats = head.last_stats
-        assert stats is not None
         if not eos and options["do_sample"]:
             assert stats.plain_rounds >= 8
             assert stats.rounds >= stats.paused_rounds + 2, "drafting was tried again"
             assert stats.accepted > 0
+        if len(lengths) == 1:
+            assert [stock.sequences[0, place] for place, _ in taken] == [token for _, token in taken]
 
 
 @pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["one", "four"])
-def test_a_loop_is_copied_and_not_drafted(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where each token says the next one, text is soon a loop; what was skipped is taken in by later drafts."""
+def test_a_loop_is_copied_and_not_drafted(lengths: list[int], noted: Any) -> None:
+    """Where each token says the next one, text is soon a loop."""
     target = tiny_target("llama")
     for layer in target.model.layers:
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
             part.weight.data.zero_()
     head = tiny_head(target)
-    taken: list[int] = []
-    propose = head.propose
-
-    def watched(state: Any, features: Any, next_tokens: Any, counts: torch.Tensor, *rest: Any) -> Any:
-        taken.append(int(counts.max()))
-        return propose(state, features, next_tokens, counts, *rest)
-
-    monkeypatch.setattr(head, "propose", watched)
+    drafts = noted(head, "propose", lambda *_: None)
     config = TreeConfig(draft_cost=0.2, node_cost=0.02)
     assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=240, tree_config=config)
     stats = head.last_stats
     assert stats.tau > 3
     assert stats.paused_rounds > 0.5 * stats.rounds
-    assert len(taken) == stats.rounds - stats.paused_rounds
+    assert len(drafts) == stats.rounds - stats.paused_rounds
     apart = TreeConfig(draft_cost=0.0, node_cost=0.0, lookup=0)
     assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=40, tree_config=apart)
     assert head.last_stats.paused_rounds == 0
