@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import CHAIN, PAUSE, Pace
-from hf_dart.decoding.round import accept
+from hf_dart.decoding.round import accept, one_round
 from hf_dart.decoding.session import Budget, Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Proposal, Verified
@@ -93,9 +93,9 @@ class Seats:
     @torch.no_grad()
     def leave(self, session: Session) -> None:
         """Let a call go, whose cache is its own again as far as anybody will look at it; no other call notices."""
-        seat = session.verify
+        (seat,) = (one for one in self.taken if one.session is session)
         place, last = self.taken.index(seat), self.taken.pop()
-        session.verify, session.cache, session.pace = seat.own
+        session.verify, session.cache, session.pace, session.drafter_state.state = seat.own
         for own, ours in self._shared(seat):
             if session.request.returns_cache:
                 own.take_rows(ours, [(0, place)])
@@ -115,12 +115,21 @@ class Seats:
         """Return what a call has of its own while it has no seat, each with what all calls share in its place."""
         shared: list[tuple[Any, Any]] = [(seat.own[1], self._verify.cache)]
         if self._state is not None:
-            shared.append((seat.session.drafter_state.state, self._state))
+            shared.append((seat.own[3], self._state))
         return shared
 
     def _change(self) -> None:
         """Begin with another number of calls; what the rounds of so many have shown before is known."""
         like, count = self.taken[0].session, len(self.taken)
+        for seat in self.taken:
+            held: Any = seat
+            seat.session.verify = seat.session.cache = seat.session.pace = held
+            seat.session.drafter_state.state = seat.own[3]
+        if count == 1:  # which runs as it does without seats
+            like.verify, like.cache, self._pace = self._verify, self._verify.cache, self.taken[0].own[2]
+            like.pace, like.drafter_state.state = self._pace, self._state or self.taken[0].own[3]
+            self._pace.leave_out()
+            return
         request, device = like.request, like.rows.device.type
         config, drafter = request.tree_config, request.drafter
         records = None if is_shared(request.model) else drafter.pace_records
@@ -159,6 +168,9 @@ class Seats:
     def _run(self) -> None:
         """Verify the trees of all calls in one forward, and let each take its own tokens."""
         seats, timed = self.taken, DraftStats()
+        if len(seats) == 1:
+            one_round(seats[0].session)
+            return
         drafts = self._drafted(timed)
         size = max(tree.size for tree, _ in drafts)
         trees = [tree.padded(size) for tree, _ in drafts]
@@ -255,11 +267,11 @@ def add_times(stats: DraftStats, timed: DraftStats, share: float) -> None:
 
 
 class _Seat:
-    """A call in its seat, in the place of its own `verify`, `cache` and `pace`.
+    """A call in its seat, in the place of its own `verify`, `cache` and `pace` while there are others.
 
     Attributes:
         session: the call.
-        own: those three.
+        own: those three, and the drafter's state.
         failure: the error that ends the call; None for none.
         path, counts, tokens, limit: outcome of its last round.
     """
@@ -271,9 +283,7 @@ class _Seat:
 
     def __init__(self, seats: Seats, session: Session) -> None:
         self._seats, self.session = seats, session
-        self.own = session.verify, session.cache, session.pace
-        held: Any = self
-        session.verify = session.cache = session.pace = held
+        self.own = session.verify, session.cache, session.pace, session.drafter_state.state
 
     def depth_room(self) -> list[int]:
         """See `Verifier.depth_room`."""
