@@ -46,6 +46,7 @@ _PARTED = 0.03  # cost of rows that part, to which later rounds attend by masks
 _TIMED_DRAFTS = 9  # last drafts whose median time counts, a third of them at least
 _SPEED = 1 / 8  # weight of a round in the running mean of the machine's speed
 _TIMED = 1 / 16  # least weight of a round in the running mean of the cost of its size
+_ROOTS = 4  # one round of roots alone in so many is measured once some were
 _FADES = 1 / 256  # of what was measured, in each round: a size that seemed dear once would never be tried again
 _LATE = 2.0  # a round that takes longer by more than this factor counts for this factor
 
@@ -406,7 +407,8 @@ class Pace:
             cost = expected - self._verify[0] + self._looking + self._parted
             record.copied += (gained - cost - record.copied) / _SETTLED
             record.fruitless = 0 if record.copied > 0 else record.fruitless + 1
-        if "node_cost" in self._timed:
+        known = nodes == 1 and record.timed[0] > _SETTLED and self._begun % _ROOTS != 0
+        if "node_cost" in self._timed and not known:  # counting takes 1 % of a small target's step
             self._seconds = self._seconds or verify / expected
             late = min(max(verify / (self._seconds * expected), 1 / _LATE), _LATE)
             self._seconds *= late**_SPEED
