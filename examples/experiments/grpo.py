@@ -20,6 +20,7 @@ import json
 import tempfile
 import time
 import warnings
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -138,9 +139,10 @@ def near_ties(given: argparse.Namespace) -> dict[str, Any]:
             longer = {name: pad(one, (8, 0)) for name, one in inputs.items()}
             options = {**{name: value for name, value in kwargs.items() if value is not None}, "assistant": None}
             stock = exact.run(pair.model, inputs, options, seed=rows)
+            padded = exact.run(pair.model, longer, options, seed=rows)
             others = {
                 "drafted": exact.run(pair.model, inputs, {**options, "assistant": pair.head}, seed=rows),
-                "stock, padded": exact.run(pair.model, longer, options, seed=rows),
+                "stock, padded": replace(padded, inputs=inputs, sequences=padded.sequences[:, 8:]),
             }
             for name, other in others.items():
                 gaps[name] += [one for one in exact.differences(stock, other) if one is not None]
