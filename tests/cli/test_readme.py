@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 from glob import glob
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ NOT_RUN = {
     "python3 -m venv": "make an environment: .ci/run does",
     "pip install": "needs a package index: .ci/run does",
     "vllm serve": "needs vLLM and a GPU",
+    "python examples/ray_serve/replicas.py": "needs Ray, and goes on until it is stopped",
     "python examples/experiments/surveys/originals.py": "needs other projects' code",
     "hf-dart train": "tests/training and test_training run recipes; their options are read here",
     "hf-dart generate --head runs/head/final": "uses what training left",
@@ -175,7 +177,7 @@ def test_readme_is_short() -> None:
 
 def test_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    first, by_default, many, memory, mixed = blocks(ROOT / "docs" / "use.md")
+    first, by_default, many, memory, grammar, mixed = blocks(ROOT / "docs" / "use.md")
     run(first, names, tmp_path)
     assert float(capsys.readouterr().out) > 1
     names["head"].last_stats = None
@@ -188,6 +190,9 @@ def test_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert output.equal(names["model"].generate(**names["inputs"], **names["options"]))
     run(memory, names, tmp_path)
     assert names["store"].names == ["ada"]
+    if find_spec("xgrammar"):
+        run(grammar, {**names, "model": hf_dart.attach(names["model"])}, tmp_path)
+        assert names["head"].last_stats.tau > 1
     run(mixed, {**names, "model": hf_dart.attach(names["model"])}, tmp_path)
     assert names["head"].last_stats.tau > 1
 
