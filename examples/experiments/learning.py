@@ -4,16 +4,12 @@
     python learning.py other      # headers, with the target as it is
     python learning.py same       # Python, for which the head was trained: there is nothing to learn
     python learning.py untrained  # Python, with a head of random weights
-    python learning.py without    # ways to draft without a trained head, beside one, as a table
 
 Figures are of the small packaged pair, on the threads that torch has. Texts are sampled at T = 1 and T = 0.7 in turn,
 `--rows` at a time, and drafted in trees of one size. Each call is made a second time without the learner, for the
 acceptance length of the head as it was on the same text, so that `same` says what a learner loses. For 50,000 tokens:
 
     python learning.py same --tokens 50000
-
-`without` measures T = 0.7 alone: copies of the running text, and of a memory of as many tokens as the learner has
-learnt from.
 """
 
 from __future__ import annotations
@@ -22,16 +18,14 @@ import argparse
 import copy
 import json
 import random
-import sys
 import sysconfig
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_dart import DartHead, Learner, LookupDrafter, SuffixStore, TreeConfig, attach
+from hf_dart import DartHead, Learner, TreeConfig, attach
 from hf_dart.bench.pair import load_pair
 from hf_dart.cli.demo_learning import TREE, fine_tune, header_tokens
 from hf_dart.decoding.stats import DraftStats
@@ -52,14 +46,12 @@ def python_tokens(tokenizer: Any, length: int = 128) -> list[list[int]]:
     return [ids[length : 2 * length] for ids in tokens if len(ids) >= 2 * length]
 
 
-def drafted(model: Any, head: Any, prompts: list[list[int]], number: int, new: int, **more: Any) -> DraftStats:
+def drafted(model: Any, head: Any, prompts: list[list[int]], number: int, new: int) -> DraftStats:
     ids = torch.tensor(prompts)
     torch.manual_seed(number)
     options = {"do_sample": True, "temperature": TEMPERATURES[number % 2], "top_k": 0, "max_new_tokens": new}
     tree = TreeConfig(**TREE)
-    if more or isinstance(head, LookupDrafter):  # copies, too
-        tree = replace(tree, lookup=TreeConfig.lookup)
-    model.generate(ids, attention_mask=torch.ones_like(ids), **options, assistant=head, tree_config=tree, **more)
+    model.generate(ids, attention_mask=torch.ones_like(ids), **options, assistant=head, tree_config=tree)
     return head.last_stats
 
 
@@ -113,37 +105,9 @@ def measured(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def without(arguments: argparse.Namespace) -> dict[str, Any]:
-    """tau of each way to draft on texts of its own, after others were served."""
-    found: dict[str, Any] = {"kind": "without", "tokens": arguments.tokens}
-    print("| text | copies | and a memory | an untrained head that learns | a trained head |\n|---|---|---|---|---|")
-    for text, pieces in {"Python": python_tokens, "C++ headers": header_tokens}.items():
-        pair = load_pair()
-        rows = pieces(pair.tokenizer)
-        random.Random(1).shuffle(rows)
-        held, *others = ([row[:PROMPT] for row in rows[at : at + HELD]] for at in range(0, len(rows), HELD))
-        layers = pair.head.feature_layers
-        untrained = DartHead.from_target(pair.model, tokenizer=pair.tokenizer, feature_layers=layers, num_layers=1)
-        lookup, store = LookupDrafter(), SuffixStore()
-        taus = [drafted(pair.model, lookup, held, 1, 96).tau]
-        learner = Learner(share=arguments.share)
-        attach(pair.model, untrained, learner=learner)
-        served = 0
-        while served < arguments.tokens:
-            drafted(pair.model, untrained, others[served // (128 * HELD) % len(others)], 1, 128, memory=store)
-            served += 128 * HELD
-        learner.pause()
-        taus += [drafted(pair.model, lookup, held, 1, 96, memory=store).tau]
-        taus += [drafted(pair.model, one, held, 1, 96).tau for one in (untrained, pair.head)]
-        found[text] = [round(tau, 2) for tau in taus]
-        print(f"| {text} | {' | '.join(f'{tau:.2f}' for tau in taus)} |", flush=True)
-        print(learner.stats, file=sys.stderr)
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("shifted", "other", "same", "untrained", "without"))
+    parser.add_argument("kind", choices=("shifted", "other", "same", "untrained"))
     parser.add_argument("--tokens", type=int, default=20000, help="to be served (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=1, help="texts at a time (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.1, help="of the learner (default: %(default)s)")
@@ -151,7 +115,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="do not repeat each call without the learner")
     parser.add_argument("--json", type=Path, help="file of figures by kind, in which this kind is replaced")
     arguments = parser.parse_args()
-    found = without(arguments) if arguments.kind == "without" else measured(arguments.kind, arguments)
+    found = measured(arguments.kind, arguments)
     found |= {"threads": torch.get_num_threads(), "hardware": hardware(torch.device("cpu")), "versions": versions()}
     print(json.dumps(found, indent=1))
     if arguments.json is not None:
