@@ -40,7 +40,7 @@ class Segment:
     features: Tensor
     next_tokens: Tensor
     temperature: float
-    prompt: int
+    prompt: int = 0
     best: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:
