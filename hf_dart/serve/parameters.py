@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+import json
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -12,7 +13,7 @@ from hf_dart.errors import LEAST_TEMPERATURE, did_you_mean
 # Parameters that are not to be had, by the reason.
 _REASONS = {
     "asks for text of a grammar, which this server cannot hold a model to; leave it out": (
-        "function_call functions response_format text tool_calls tool_choice tools"
+        "function_call functions text tool_calls tool_choice tools"
     ),
     "asks for more than text; leave it out": "audio include modalities refusal web_search_options",
     "asks for what was said before, and this server keeps nothing; send all messages": (
@@ -108,6 +109,24 @@ class _StreamOptions(_Read):
     include_usage: bool = False
 
 
+class _ResponseFormat(_Read):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.type == "json_schema" and not isinstance((self.json_schema or {}).get("schema"), dict):
+            raise _wrong("has no schema of its json_schema; give one")
+        return self
+
+    @property
+    def schema_of_text(self) -> str | None:
+        """JSON schema that the text has to follow; None for free text."""
+        if self.type == "text":
+            return None
+        return json.dumps(self.json_schema["schema"] if self.json_schema else {"type": "object"})
+
+
 class _Message(_Read):
     notes = frozenset(["type", "id", "status", "phase", "annotations"])  # of an answer that is handed back
 
@@ -150,6 +169,7 @@ class Asked(_Read):
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
     most: ClassVar[Any]  # new tokens at most; None for as many as the model takes
+    schema_of_text: ClassVar[Any] = None
     top: ClassVar[Any] = None  # likeliest tokens that are told beside each; None: not even its log-probability
 
     def sampling(self, samples: bool) -> dict[str, Any]:
@@ -185,9 +205,11 @@ class ChatAsked(Asked):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    response_format: _ResponseFormat | None = None
     most = property(lambda self: self.max_completion_tokens or self.max_tokens)
     top = property(lambda self: (self.top_logprobs or 0) if self.logprobs else None)
     turns = property(lambda self: [one.for_template() for one in self.messages])
+    schema_of_text = property(lambda self: self.response_format and self.response_format.schema_of_text)
 
 
 def _messages_of(given: Any) -> Any:

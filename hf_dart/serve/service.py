@@ -81,6 +81,7 @@ class Service:
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])
         self._samples = bool(model.generation_config.do_sample)
         self._vocabulary = len(model.get_input_embeddings().weight)
+        self._grammars: Any = None
 
     @property
     def room(self) -> int:
@@ -123,8 +124,29 @@ class Service:
             prompts = [self._ids(one) for one in asked.prompt]
         else:
             prompts = [self._talk(asked)]
+        if asked.schema_of_text is not None:
+            self.masks(asked.schema_of_text)
         options = {**asked.sampling(self._samples), "memory": self._remembers(asked)}
         return prompts, [{**options, "max_new_tokens": self._most(len(ids), asked.most)} for ids in prompts]
+
+    def masks(self, schema: str) -> list[Any]:
+        """Return the logits processors, for one text, that hold it to a JSON schema (xgrammar)."""
+        try:
+            import xgrammar
+            from xgrammar.contrib.hf import LogitsProcessor
+        except ImportError as error:
+            message = "response_format needs xgrammar on the server: pip install xgrammar there, or leave it out."
+            raise Refusal(message, "response_format") from error
+        if self._grammars is None:
+            ends = sorted(self.ends)
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self.tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
+            )
+            self._grammars = xgrammar.GrammarCompiler(info)  # keeps what it has compiled
+        try:
+            return [LogitsProcessor(self._grammars.compile_json_schema(schema, any_whitespace=False))]
+        except RuntimeError as error:
+            raise Refusal(f"The schema of response_format cannot be met: {sentence(error)}", "response_format") from error
 
     def _remembers(self, asked: Asked) -> Namespace | None:
         """Return what a request remembers in: a namespace of its user, or that of all requests which name none."""

@@ -55,8 +55,11 @@ class _Text:
 
     def __init__(self, service: Service, asked: Asked, ids: list[int], seed: int, options: dict[str, Any]) -> None:
         penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
-        if any(penalties):
-            options = {**options, "logits_processor": [AdditivePenaltyLogitsProcessor(len(ids), *penalties)]}
+        processors = [AdditivePenaltyLogitsProcessor(len(ids), *penalties)] if any(penalties) else []
+        if asked.schema_of_text is not None:
+            processors += service.masks(asked.schema_of_text)
+        if processors:
+            options = {**options, "logits_processor": processors}
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
         self._detokenizer = Detokenizer(service.tokenizer, asked.stop)
         self.tokens, self.end, self._last = 0, "", "length"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from support.users import TOKENIZER
 from transformers import LogitsProcessorList
 
 from hf_dart import LookupDrafter, SuffixStore, TreeConfig
+from hf_dart.bench.pair import load_pair
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
 from hf_dart.serve.service import Limits, Service, length_of
 
@@ -482,3 +485,47 @@ def test_metrics(target: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert "6 + 120 tokens" in lines[0]
     assert lines[0].endswith("length, seed 1")
     assert lines[1].endswith("The prompt is empty; give some text.")
+
+
+# ---- text of a JSON schema -----------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}, "kind": {"enum": ["file", "folder"]}},
+    "required": ["done", "kind"],
+    "additionalProperties": False,
+}
+
+
+def formatted(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "row", "schema": schema, "strict": True}}
+
+
+def test_response_format_follows_a_schema() -> None:
+    pytest.importorskip("xgrammar")
+    pair = load_pair()
+    tokenizer = copy.deepcopy(pair.tokenizer)
+    tokenizer.chat_template = TEMPLATE
+    limits = Limits(length=400)
+    service = Service(pair.model, tokenizer, LookupDrafter(), [NAME], limits)
+    with served(service) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        options: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "x = "}], "max_tokens": 60}
+        answer = client.chat.completions.create(
+            **options, response_format=formatted(SCHEMA), n=2, temperature=1, seed=3
+        )
+        for choice in answer.choices:
+            assert json.loads(choice.message.content).keys() == {"done", "kind"}
+            assert choice.finish_reason == "stop"
+        any_object = client.chat.completions.create(**options, response_format={"type": "json_object"}, temperature=0)
+        assert any_object.choices[0].message.content.startswith("{")
+        for wrong in (formatted({"type": "nothing"}), {"type": "json_schema"}):
+            with pytest.raises(openai.BadRequestError, match="response_format"):
+                client.chat.completions.create(**options, response_format=wrong)
+
+
+def test_response_format_without_xgrammar(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(openai.BadRequestError, match="pip install xgrammar"):
+        client.chat.completions.create(
+            model=NAME, messages=[{"role": "user", "content": "a"}], response_format=formatted(SCHEMA)
+        )
