@@ -146,7 +146,8 @@ class Service:
         try:
             return [LogitsProcessor(self._grammars.compile_json_schema(schema, any_whitespace=False))]
         except RuntimeError as error:
-            raise Refusal(f"The schema of response_format cannot be met: {sentence(error)}", "response_format") from error
+            message = f"The schema of response_format cannot be met: {sentence(error)}"
+            raise Refusal(message, "response_format") from error
 
     def _remembers(self, asked: Asked) -> Namespace | None:
         """Return what a request remembers in: a namespace of its user, or that of all requests which name none."""
