@@ -38,41 +38,25 @@ class Grammar(Protocol):
         """Return the tokens that follow `text` in all likelihood, as the grammar allows nothing else to be written."""
 
 
-class _OutlinesCore:
-    def __init__(self, index: Any) -> None:
-        self._index = index
-
-    def allowed(self, text: Sequence[int]) -> Sequence[int]:
-        state = self._index.get_initial_state()
-        for token in text:
-            state = self._index.get_next_state(state, token)
-            if state is None:
-                return ()
-        return self._index.get_allowed_tokens(state)
-
-    def forced(self, text: Sequence[int]) -> list[int]:
-        found: list[int] = []
-        while len(found) < _MOST and len(only := self.allowed([*text, *found])) == 1:
-            found += only
-        return found
-
-
 class _Matcher:
-    """Grammar by a matcher that takes token after token, and takes them back."""
+    """Grammar by something that takes token after token, and takes them back."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher, self._text = matcher, list[int]()
+    def __init__(self) -> None:
+        self._text: list[int] = []
 
     def _accepts(self, token: int) -> bool:
         raise NotImplementedError
 
+    def _take_back(self, tokens: int) -> None:
+        raise NotImplementedError
+
     def _at(self, text: Sequence[int]) -> bool:
-        """Move the matcher to the end of `text`; return False if that is not allowed."""
-        same = 0
-        while same < min(len(text), len(self._text)) and text[same] == self._text[same]:
-            same += 1
+        """Move to the end of `text`; return False if that is not allowed."""
+        same = min(len(text), len(self._text))
+        while text[:same] != self._text[:same]:  # texts differ near their ends
+            same -= 1
         if same < len(self._text):
-            self._matcher.rollback(len(self._text) - same)
+            self._take_back(len(self._text) - same)
             del self._text[same:]
         for token in text[same:]:
             if not self._accepts(token):
@@ -90,12 +74,16 @@ class _XGrammar(_Matcher):
     def __init__(self, compiled: Any) -> None:
         import xgrammar
 
-        super().__init__(xgrammar.GrammarMatcher(compiled))
+        super().__init__()
+        self._matcher = xgrammar.GrammarMatcher(compiled)
         self._bits = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
         self._bytes = compiled.tokenizer_info.decoded_vocab
 
     def _accepts(self, token: int) -> bool:
         return not self._matcher.is_terminated() and self._matcher.accept_token(token)
+
+    def _take_back(self, tokens: int) -> None:
+        self._matcher.rollback(tokens)
 
     def allowed(self, text: Sequence[int]) -> ArrayLike:
         if not self._at(text) or self._matcher.is_terminated():
@@ -119,8 +107,15 @@ class _XGrammar(_Matcher):
 
 
 class _LLGuidance(_Matcher):
+    def __init__(self, matcher: Any) -> None:
+        super().__init__()
+        self._matcher = matcher
+
     def _accepts(self, token: int) -> bool:
         return self._matcher.try_consume_tokens([token]) == 1
+
+    def _take_back(self, tokens: int) -> None:
+        self._matcher.rollback(tokens)
 
     def allowed(self, text: Sequence[int]) -> ArrayLike:
         if not self._at(text) or self._matcher.is_stopped():
@@ -129,6 +124,30 @@ class _LLGuidance(_Matcher):
 
     def forced(self, text: Sequence[int]) -> list[int]:
         return self._matcher.compute_ff_tokens() if self._at(text) else []
+
+
+class _OutlinesCore(_Matcher):
+    def __init__(self, index: Any) -> None:
+        super().__init__()
+        self._index, self._states = index, [index.get_initial_state()]
+
+    def _accepts(self, token: int) -> bool:
+        state = self._index.get_next_state(self._states[-1], token)
+        if state is not None:
+            self._states.append(state)
+        return state is not None
+
+    def _take_back(self, tokens: int) -> None:
+        del self._states[-tokens:]
+
+    def allowed(self, text: Sequence[int]) -> Sequence[int]:
+        return self._index.get_allowed_tokens(self._states[-1]) if self._at(text) else ()
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        while len(found) < _MOST and len(only := self.allowed([*text, *found])) == 1:
+            found += only
+        return found
 
 
 def _grammar(processor: Any, row: int) -> Grammar | None:
