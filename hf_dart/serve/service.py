@@ -19,6 +19,8 @@ from hf_dart.serve.refusal import Refusal
 
 _UNASKED = 1024
 """New tokens at most, where the request does not say."""
+_COMPILED = 64 << 20
+"""Bytes of compiled schemas that are kept."""
 _OWN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
 
 
@@ -138,11 +140,10 @@ class Service:
             message = "response_format needs xgrammar on the server: pip install xgrammar there, or leave it out."
             raise Refusal(message, "response_format") from error
         if self._grammars is None:
-            ends = sorted(self.ends)
             info = xgrammar.TokenizerInfo.from_huggingface(
-                self.tokenizer, vocab_size=self._vocabulary, stop_token_ids=ends
+                self.tokenizer, vocab_size=self._vocabulary, stop_token_ids=sorted(self.ends)
             )
-            self._grammars = xgrammar.GrammarCompiler(info)  # keeps what it has compiled
+            self._grammars = xgrammar.GrammarCompiler(info, cache_limit_bytes=_COMPILED)
         try:
             return [LogitsProcessor(self._grammars.compile_json_schema(schema, any_whitespace=False))]
         except RuntimeError as error:
