@@ -75,7 +75,7 @@ def gemma4_drafter(folder: Path, target: Any, assistant: Any = None) -> Any:
 
 
 class Stock:
-    """What transformers' own assistant drafts after a text [1, T], which its target reads anew.
+    """What transformers' own assistant drafts after a text [1, T], which its target reads again.
 
     Targets without layers that share hand out no keys, unless they are told to. Stock cuts keys too late, and shows two
     entries more than the window of the target's own query: its window is set to two less.
