@@ -259,6 +259,14 @@ def _one_hot(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     return (tensor[..., None] == torch.arange(classes, device=tensor.device)).long()  # as it is done on CUDA
 
 
+def _causal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Attention whose causal mask PyTorch's C++ would make on the host."""
+    leaves = _tensors((args, kwargs))
+    if not (kwargs.get("is_causal") and all(isinstance(part, DeviceTensor) for part in leaves)):
+        return func(*args, **kwargs)
+    return _as_given(func(*_mapped(_host, args), **_mapped(_host, kwargs)), leaves)
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     Tensor.to: _to,
     Tensor.cpu: lambda func, args, kwargs: _to(func, (args[0], "cpu"), {}),
@@ -267,6 +275,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     torch.tensor: _made,
     torch.as_tensor: _made,
     torch.nn.functional.one_hot: _one_hot,
+    torch.nn.functional.scaled_dot_product_attention: _causal,
 }
 
 
