@@ -1,8 +1,4 @@
-"""The card of a drafter, written from what is known about it; nothing in it is typed by hand.
-
-A card has three parts: the front matter, a part between two marker lines that is written again at each push, and
-whatever people write above and below the markers, which stays as it is.
-"""
+"""The card of a drafter: its front matter, and between two marker lines what is known, written again at each push."""
 
 from __future__ import annotations
 
@@ -46,15 +42,12 @@ def front_matter(facts: HeadFacts) -> dict[str, Any]:
 def render_card(facts: HeadFacts, existing: str | None = None) -> str:
     """Write the card, as text.
 
-    Args:
-        facts: about the drafter.
-        existing: the card as it is now. What stands outside its markers is kept. In its front matter, fields that
-            are known are written, tags are added, and all others are kept; a library and a pipeline that stand
-            there stay. Without markers it was not written here, and is returned as it is.
+    What stands outside the markers of an `existing` card is kept. In its front matter, fields that are known are
+    written, tags are added, and all others are kept; a library and a pipeline that stand there stay. Without markers
+    it was not written here, and is returned as it is.
 
     Raises:
-        ValueError: the front matter of `existing` is not YAML; or the bench or the training record, whose files were
-            checked for their fields only, holds something else in one.
+        ValueError: the front matter of `existing` is not YAML, or the bench or the training record cannot be read.
     """
     try:
         written = f"{BEGIN}\n\n{_body(facts)}\n\n{END}"
@@ -131,10 +124,12 @@ def _about(facts: HeadFacts) -> dict[str, str]:
 
 def _training(record: dict[str, Any]) -> dict[str, str]:
     """Return a row for each field of a training record that is set, but the recipe."""
-    told = {name.replace("_", " "): value for name, value in record.items() if value and name != "recipe"}
-    fields = {name: value for name, value in told.items() if isinstance(value, dict)}
-    told |= {name: {field: one for field, one in value.items() if one} for name, value in fields.items()}
-    return {name: _said(value) for name, value in told.items()}
+    rows = {}
+    for name, value in record.items():
+        if value and name != "recipe":
+            told = {field: one for field, one in value.items() if one} if isinstance(value, dict) else value
+            rows[name.replace("_", " ")] = _said(told)
+    return rows
 
 
 def _said(value: Any) -> str:

@@ -1,8 +1,7 @@
 """Strict readers of checkpoints: JSON, safetensors and pickles of plain tensors.
 
-What a file says is compared with what is wanted before any tensor is read, so that a hostile file costs little. No
-code of a checkpoint is run: `torch.load(..., weights_only=True)` calls nothing that a pickle names but what tensors are
-made of.
+What a file says is compared with what is wanted before any tensor is read. No code of a checkpoint is run:
+`torch.load(..., weights_only=True)` calls nothing that a pickle names but what tensors are made of.
 """
 
 from __future__ import annotations
@@ -34,16 +33,10 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of a file, of which only the header has been read.
-
-    Attributes:
-        shape: its sizes.
-        dtype: as safetensors calls it, such as "BF16".
-        read: gives it, on the CPU.
-    """
+    """One tensor of a file, of which only the header has been read."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # as safetensors calls it, such as "BF16"
     read: Callable[[], Tensor]
 
 
@@ -96,16 +89,12 @@ def read_tensors(
 
 
 def weight_shapes(files: Iterable[str | Path], path: str) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of all tensors of a checkpoint; arguments and errors as of `headers`."""
+    """Return name and shape of all tensors of a checkpoint, as `headers` does."""
     return {name: tensor.shape for name, tensor in headers(files, path).items()}
 
 
 def headers(files: Iterable[str | Path], path: str) -> dict[str, StoredTensor]:
-    """Return the tensors of a checkpoint by name, from the headers of its files.
-
-    Args:
-        files: of safetensors, or a pickle of tensors.
-        path: of the checkpoint, for messages.
+    """Return the tensors of a checkpoint by name, from the headers of its files; messages name its `path`.
 
     Raises:
         ValueError: a file is damaged, or two hold the same tensor.
@@ -124,15 +113,15 @@ def _in_safetensors(file: str | Path, path: str) -> dict[str, StoredTensor]:
         with safe_open(file, framework="pt") as again:
             return again.get_tensor(name)
 
+    found = {}
     try:
         with safe_open(file, framework="pt") as opened:
-            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {
-                name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(read, name))
-                for name, part in slices.items()
-            }
+            for name in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(name)
+                found[name] = StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(read, name))
     except (SafetensorError, OSError) as error:
         raise _damaged(path, error) from error
+    return found
 
 
 def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
@@ -152,15 +141,12 @@ def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
             f"{file.name} in {path} is damaged or holds more than tensors by their names, as torch.save writes them; "
             "convert it to safetensors with the code that wrote it, or fetch it again."
         ) from error
-    # What is read has memory of its own: that of the file stays mapped.
-    return {
-        name: StoredTensor(
-            tuple(one.shape),
-            _DTYPES[one.dtype],
-            partial(torch.clone, one.detach(), memory_format=torch.contiguous_format),
-        )
-        for name, one in content.items()
-    }
+    found = {}
+    for name, one in content.items():
+        # What is read has memory of its own: that of the file stays mapped.
+        read = partial(torch.clone, one.detach(), memory_format=torch.contiguous_format)
+        found[name] = StoredTensor(tuple(one.shape), _DTYPES[one.dtype], read)
+    return found
 
 
 def _plain(value: Any) -> bool:

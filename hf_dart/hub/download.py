@@ -23,8 +23,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 """Options of `from_pretrained` that say where on the Hub a file lies."""
 _WITHOUT_USE = ("attn_implementation", "device_map", "trust_remote_code")  # to drafters of other projects
-
-
 NOTES = {
     "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type",
     "output_attentions", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "torch_dtype",
@@ -51,11 +49,7 @@ def refuse_fields(path: str, content: dict[str, Any], config_class: Any) -> None
 
 
 def optional_file(path: str, name: str, **where: Any) -> Path | None:
-    """File `name` of a folder or a Hub repository, fetched if need be; None if there is none.
-
-    Args:
-        path, name: of the folder or the repository, and of the file in it.
-        where: those of `HUB_OPTIONS` that are not as usual.
+    """File `name` of a folder or a Hub repository (at `HUB_OPTIONS`), fetched if need be; None if there is none.
 
     Raises:
         OSError: the Hub does not give it.
@@ -66,12 +60,7 @@ def optional_file(path: str, name: str, **where: Any) -> Path | None:
 
 
 def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
-    """Return the fields of a JSON file of a folder or repository; None if there is no such file.
-
-    Raises:
-        ValueError: it is not one JSON object with every name once.
-        OSError: the Hub does not give it.
-    """
+    """Return the fields of a JSON file of a folder or repository (`read_json`); None if there is no such file."""
     file = optional_file(path, name, **where)
     return None if file is None else read_json(file)
 
@@ -95,7 +84,7 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
 
     Raises:
         TypeError: an option is unknown.
-        ValueError: there is no such folder, or the file is not one JSON object with every name once.
+        ValueError: there is no such folder, or the file cannot be read.
         OSError: the Hub does not give it.
     """
     refuse_unknown(where, (*HUB_OPTIONS, *_WITHOUT_USE), "Loading a drafter takes no option")
@@ -113,10 +102,8 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
 def cached_commit(repository: str | None, revision: str | None = None) -> str | None:
     """Return the commit of a Hub repository that a model on this machine came from, as far as the cache tells.
 
-    Args:
-        repository: its id; a folder has no commit.
-        revision: what was asked for when it was loaded; None if that is not known, since a loaded model does not
-            say: then the commit is told only if no other one is cached.
+    A folder has no commit. A loaded model does not say which `revision` was asked for: without it, the commit is told
+    only if no other one is cached.
     """
     if not repository or Path(repository).is_dir():
         return None
@@ -137,8 +124,8 @@ def weight_files(path: str, missing: str | None = None, *, pickled: bool = False
 
     Args:
         path, where: as for `optional_file`.
-        missing: what is said where there are no weights in safetensors.
-        pickled: take a `pytorch_model.bin` where there are none; `hub.checkpoint` reads it as strictly.
+        missing: what is said where there are none.
+        pickled: take a `pytorch_model.bin` then; `hub.checkpoint` reads it as strictly.
 
     Raises:
         ValueError: the index of the weights is damaged, or names files outside of the checkpoint.
@@ -157,7 +144,7 @@ def weight_files(path: str, missing: str | None = None, *, pickled: bool = False
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
         raise ValueError(f"{_INDEX} in {path} does not say which file holds which tensor; fetch it again.")
     found = []
-    for name in sorted(set(names.values())):
+    for name in sorted({*names.values()}):
         if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # nothing outside the folder
             raise ValueError(f"{_INDEX} in {path} names the file {name!r}; give an index of files in its own folder.")
         file = optional_file(path, name, **where)

@@ -39,10 +39,8 @@ class HeadFacts:
     """Facts that a card is written from; the sentence of one that is None or empty is left out.
 
     Attributes:
-        kind, texts: of the drafter, and texts about that kind.
-        config: of the drafter.
-        parameters, size: how many are stored, and in how many bytes.
-        dtype: they are stored in.
+        kind, texts, config: of the drafter.
+        parameters, size, dtype: how many are stored, in how many bytes, and as what.
         repository: the drafter's id on the Hub.
         base_model: the target's id on the Hub.
         training: `hf_dart.training.record.training_record`.
@@ -67,14 +65,7 @@ class HeadFacts:
 
     @classmethod
     def read(
-        cls,
-        folder: str | Path,
-        *,
-        bench: str | Path | None = None,
-        training: str | Path | None = None,
-        base_model: str | None = None,
-        license: str | None = None,
-        **known: Any,
+        cls, folder: str | Path, *, bench: str | Path | None = None, training: str | Path | None = None, **known: Any
     ) -> HeadFacts:
         """Read the facts of the drafter that `save_pretrained` or a trainer wrote to `folder`.
 
@@ -82,9 +73,8 @@ class HeadFacts:
             folder: with config.json, model.safetensors and, where a trainer wrote it, training.json.
             bench: the file that `hf-dart bench --json` wrote.
             training: the training record, if it does not lie in `folder`.
-            base_model: the target's id on the Hub; left out, it is the target's name in the config if that is one.
-            license: left out, it is the one that the drafter was published under by another project, if it was.
-            known: the other attributes, as they are.
+            known: the other attributes, as they are. Left out, `base_model` is the target's name in the config if that
+                is one, and `license` that under which another project published the drafter, if one did.
 
         Raises:
             ValueError: a file is missing, damaged, or tells of another head; the message names it.
@@ -110,30 +100,17 @@ class HeadFacts:
                 f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "
                 f"{parameters}; give the bench of this head."
             )
-        return cls(
-            kind,
-            kind.texts,
-            config,
-            parameters,
-            size,
-            dtype,
-            base_model=base_model or _hub_id(config),
-            license=license or config.origin_license,
-            training=record,
-            bench=report,
-            **known,
-        )
+        # A target's name without a namespace is an id of the Hub only if it has a commit there.
+        name = config.target_name
+        on_hub = name is not None and ("/" in name or config.target_revision is not None)
+        known["base_model"] = known.get("base_model") or (name if on_hub else None)
+        known["license"] = known.get("license") or config.origin_license
+        return cls(kind, kind.texts, config, parameters, size, dtype, training=record, bench=report, **known)
 
     @property
     def target(self) -> str | None:
         """The target's name, on the Hub or not."""
         return self.base_model or self.config.target_name
-
-
-def _hub_id(config: PreTrainedConfig) -> str | None:
-    """Return the target's id on the Hub: a name without a namespace is one only if it has a commit there."""
-    name = config.target_name
-    return name if name is not None and ("/" in name or config.target_revision is not None) else None
 
 
 def _weights(folder: Path) -> tuple[int, int, str]:

@@ -22,6 +22,13 @@ try:
 except ImportError:  # huggingface_hub 1
     import httpx  # type: ignore[no-redef]
 
+_REMEDIES = {
+    401: "log in with `hf auth login`, or pass a valid token=",
+    403: "take a token that may write there",
+    409: "push again",
+    412: "it was changed meanwhile, push again",
+}
+
 
 @contextmanager
 def hub_errors(
@@ -32,9 +39,6 @@ def hub_errors(
     Args:
         repository: what is read or written.
         token, revision, others: what it is read or written with; the others are of no matter here.
-
-    Raises:
-        OSError: the Hub or its client refused.
     """
     try:
         yield
@@ -72,20 +76,9 @@ def _sentence(error: BaseException, repository: str, token: str | bool | None, r
         if isinstance(known, EntryNotFoundError):
             return f"{repository!r} lacks a file of a head; push what save_pretrained wrote once more."
         if isinstance(known, HfHubHTTPError):
-            return _status(known, repository)
+            status, said = known.response.status_code, " ".join((known.server_message or str(known)).split())
+            return f"The Hub refused {repository!r} with {status} ({said}); {_REMEDIES.get(status, 'try again later')}."
         if isinstance(known, httpx.TransportError):
             return f"The Hub cannot be reached at {constants.ENDPOINT} ({known or type(known).__name__}); try again."
         known = known.__cause__
     return None
-
-
-def _status(error: HfHubHTTPError, repository: str) -> str:
-    status = error.response.status_code
-    said = " ".join((error.server_message or str(error)).split())
-    fixes = {
-        401: "log in with `hf auth login`, or pass a valid token=",
-        403: "take a token that may write there",
-        409: "push again",
-        412: "it was changed meanwhile, push again",
-    }
-    return f"The Hub refused {repository!r} with {status} ({said}); {fixes.get(status, 'try again later')}."

@@ -32,17 +32,12 @@ class CardTexts:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of drafter, as `hf_dart.drafters.registry.register` was told of it.
-
-    Attributes:
-        drafter: its class.
-        trainers: by the name that `hf-dart train --drafter` takes: "module:class" of the trainer.
-    """
+    """One kind of drafter, as `hf_dart.drafters.registry.register` was told of it."""
 
     name: str
-    drafter: Any
+    drafter: Any  # its class
     config_class: type[PreTrainedConfig] | None
-    trainers: dict[str, str]
+    trainers: dict[str, str]  # "module:class" by the name that `hf-dart train --drafter` takes
     texts: CardTexts | None
     reads: Callable[[dict[str, Any]], str | None]
     reads_named: Callable[[dict[str, Any], Names], str | None]

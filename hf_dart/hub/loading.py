@@ -19,11 +19,7 @@ def target_path(target: str | None) -> str:
 
 
 def load_tokenizer(name: str | None = None, **options: Any) -> Any:
-    """Load the tokenizer of a target, a folder or Hub id (as for `load_target`), without the model.
-
-    Args:
-        name: as for `load_target`; it may hold a tokenizer alone.
-        options: as for `from_pretrained`.
+    """Load the tokenizer of a target, or of a folder or Hub id that holds a tokenizer alone; `options` as there.
 
     Raises:
         UserError: it cannot be loaded, or there is none.

@@ -29,7 +29,7 @@ _OURS = [
     "model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json", ".eval_results/hf_dart.yaml",
 ]  # fmt: skip
 """Files of an earlier push, which would be read together with other weights, or describe them."""
-_CUSTOM_GENERATE = Path(__file__).parent / "custom_generate"
+_CUSTOM_GENERATE = Path(__file__).with_name("custom_generate")
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -61,9 +61,8 @@ def push_folder(
     Args:
         folder: what `save_pretrained` or a trainer wrote.
         repository: "name" or "user/name".
-        card: text to put in place of the repository's card. Left out, the card that is there is kept, but for the
-            part between its markers, which is written again (`hf_dart.hub.card`); a card without markers is kept as
-            a whole, and a warning says so.
+        card: text in place of the repository's card. Left out, that stays, but for the part between its markers
+            (`hf_dart.hub.card`); a card without markers stays as a whole, and a warning says so.
         private, token, create_pr, commit_message, commit_description: as for `PreTrainedModel.push_to_hub`.
         revision: the branch.
         known: what `HeadFacts.read` takes: bench, training, base_model, license, language, datasets, tags.
@@ -83,11 +82,8 @@ def push_folder(
             card = _card_of(api, repository, parent)
         if card is not None and not has_markers(card):
             _LOGGER.warning(
-                "The card of %s was not written by hf-dart and stays as it is; put the lines %r and %r where the part "
-                "about the drafter shall stand.",
-                repository,
-                BEGIN,
-                END,
+                f"The card of {repository} was not written by hf-dart and stays as it is; put the lines {BEGIN!r} and "
+                f"{END!r} where the part about the drafter shall stand."
             )
         with TemporaryDirectory() as whole:
             write_repository(folder, Path(whole), replace(facts, repository=repository), card)
@@ -132,9 +128,8 @@ def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
     facts = HeadFacts.read(folder, repository=repository, **known)
     if facts.base_model is None:
         _LOGGER.warning(
-            "It is not known which model of the Hub %s drafts for, so its card cannot say how to use it; name it "
-            "with --base-model (base_model=).",
-            repository,
+            f"It is not known which model of the Hub {repository} drafts for, so its card cannot say how to use it; "
+            "name it with --base-model (base_model=)."
         )
     return facts
 

@@ -25,9 +25,6 @@ def published_drafters(config: Any) -> tuple[str, list[dict[str, Any]]]:
 
     A target is known by the name that it was loaded by, or else by its architecture and sizes: then it may be a
     fine-tune of the one that the drafters were trained for, for which fewer of their tokens are accepted.
-
-    Args:
-        config: of the target.
     """
     name, text = str(config.name_or_path).rstrip("/").lower(), config.get_text_config(decoder=True)
     fits = [
@@ -36,9 +33,8 @@ def published_drafters(config: Any) -> tuple[str, list[dict[str, Any]]]:
         if all(getattr(text, field, None) == size for field, size in known.get("sizes", {}).items())
     ]
     named = [known for known in fits if known["name"].lower().rpartition("/")[2] == name.rpartition("/")[2]]
-    unknown: dict[str, Any] = {"name": "", "drafters": []}
-    found = next(iter(named or [known for known in fits if "sizes" in known]), unknown)
-    return found["name"], found["drafters"]
+    found = named or [known for known in fits if "sizes" in known] or [{"name": "", "drafters": []}]
+    return found[0]["name"], found[0]["drafters"]
 
 
 def path_of(repository: str) -> str:

@@ -15,19 +15,12 @@ UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, Arith
 
 @dataclass(frozen=True)
 class Verdict:
-    """Comparison of two runs.
-
-    Attributes:
-        rows: rows compared.
-        near_ties: rows that part at a near-tie of stock's own choice.
-        differences: rows that part elsewhere.
-        generator: the generator was left in the same state, in runs of which no row parts.
-    """
+    """Comparison of two runs."""
 
     rows: int = 0
-    near_ties: int = 0
-    differences: int = 0
-    generator: bool = True
+    near_ties: int = 0  # rows that part at one of stock's own choice
+    differences: int = 0  # rows that part elsewhere
+    generator: bool = True  # was left in the same state, in runs of which no row parts
 
     @property
     def identical(self) -> bool:
@@ -94,17 +87,14 @@ def by_category(report: dict[str, Any]) -> str:
         if method != OURS or "tau" not in one:
             continue
         depths = [count / one["row_rounds"] for count in one["accepted_per_depth"]]
-        ratios = [one["ratio"]["median"], *(_over(one, cases.get((*case, rival))) for rival in rivals)]
+        ours, others = one["ratio"]["median"], (cases.get((*case, rival)) for rival in rivals)
+        ratios = ["" if other is None else f"{ours / other['ratio']['median']:.2f}" for other in others]
         rows.append([
             *map(str, case), f"{one['tau']:.2f}", " ".join(f"{share:.2f}" for share in depths[:8]),
-            *("" if ratio is None else f"{ratio:.2f}" for ratio in ratios), f"{one['repeated_4grams']:.0%}",
+            f"{ours:.2f}", *ratios, f"{one['repeated_4grams']:.0%}",
         ])  # fmt: skip
     names = ["text", "batch", "mode", "acceptance length", "by depth", "x stock", *rivals.values(), "repeated 4-grams"]
     return "\n".join(markdown(names, rows))
-
-
-def _over(one: dict[str, Any], other: dict[str, Any] | None) -> float | None:
-    return None if other is None else one["ratio"]["median"] / other["ratio"]["median"]
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -154,18 +144,13 @@ def _speeds(entries: list[dict[str, Any]], cases: list[str]) -> list[str]:
     for one in entries:
         stock = one["method"] == STOCK
         same = "other numbers" if not stock and "compared" not in one else ""
-        cells = [
-            str(one["batch"]),
-            one["mode"],
-            one["method"],
-            f"{one['tokens_per_second']['median']:.0f}",
+        rows.append([
+            str(one["batch"]), one["mode"], one["method"], f"{one['tokens_per_second']['median']:.0f}",
             "1" if stock else ratio(one["ratio"]),
             *((f"{one['tau']:.2f}", f"{one['acceptance_rate']:.0%}") if "tau" in one else ("", "")),
-            str(Verdict(**one["compared"])) if "compared" in one else same,
-            f"{one['repeated_4grams']:.0%}",
+            str(Verdict(**one["compared"])) if "compared" in one else same, f"{one['repeated_4grams']:.0%}",
             f"{one['peak_memory_bytes'] / 2**20:.0f}" if one["peak_memory_bytes"] else "",
-        ]
-        rows.append(cells)
+        ])  # fmt: skip
     lines = _by_case([*names, "peak MiB"], rows, cases)
     if any("compared" not in one and one["method"] != STOCK for one in entries):
         lines += ["", "`other numbers`: stock's assisted sampling draws from the generator in another order."]
@@ -177,21 +162,20 @@ def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
     several = len({one["method"] for one, _ in drafted}) > 1
     phases = list(dict.fromkeys(phase for one, _ in drafted for phase in one["round_ms"]))
     names = ["batch", "mode", *(["method"] if several else []), *(f"{phase} ms" for phase in phases), "not a forward"]
-    rows = [
-        [
-            *(str(one["batch"]), one["mode"], *([one["method"]] if several else [])),
-            *(f"{ms:.2f}" if (ms := one["round_ms"].get(phase)) else "" for phase in phases),
+    rows = []
+    for one, _ in drafted:
+        times = (one["round_ms"].get(phase) for phase in phases)
+        rows.append([
+            str(one["batch"]), one["mode"], *([one["method"]] if several else []),
+            *(f"{ms:.2f}" if ms else "" for ms in times),
             "" if one["not_forward"] is None else f"{one['not_forward']:.0%}",
-        ]
-        for one, _ in drafted
-    ]
-    return [
-        *_by_case(names, rows, cases),
-        "",
+        ])  # fmt: skip
+    about = (
         "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
         "what transformers prepares. `not a forward`: all but draft and verify, over the round. `round`: one that was "
-        "compiled or captured whole, and is not taken apart.",
-    ]
+        "compiled or captured whole, and is not taken apart."
+    )
+    return [*_by_case(names, rows, cases), "", about]
 
 
 def _by_case(names: list[str], rows: list[list[str]], cases: list[str]) -> list[str]:

@@ -120,6 +120,6 @@ def test_folders_of_one_name_and_folders_that_are_saved_again(tmp_path: Path) ->
     assert [drafts(first), drafts(second)] == [4, 3]
 
 
-@pytest.mark.parametrize("name", ["generate.py", "requirements.txt"])
-def test_the_example_is_what_heads_are_pushed_with(name: str) -> None:
-    assert (EXAMPLE / "custom_generate" / name).read_bytes() == (FOLDER / "custom_generate" / name).read_bytes()
+def test_the_example_is_what_heads_are_pushed_with() -> None:
+    for name in ("generate.py", "requirements.txt"):
+        assert (EXAMPLE / "custom_generate" / name).read_bytes() == (FOLDER / "custom_generate" / name).read_bytes()

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, constants
 from support.hub import Hub, log_in
 from support.tiny import tiny_head
 
-from hf_dart import DartHead
+from hf_dart import DartHead, DiffusionDrafter
 from hf_dart.drafters import trained
 
 
@@ -85,6 +85,8 @@ def test_what_else_is_not_there(alice: Hub, head: DartHead, target: Any) -> None
     head.push_to_hub("alice/head")
     with pytest.raises(OSError, match="'alice/head' has no revision 'v2'"):
         DartHead.from_pretrained("alice/head", target=target, revision="v2")
+    with pytest.raises(ValueError, match="a DART head, and no diffusion drafter: load it with DartHead"):
+        DiffusionDrafter.from_pretrained("alice/head", target=target)
     api, stored = HfApi(), alice.repositories["alice/head"]
 
     api.delete_file("model.safetensors", "alice/head")

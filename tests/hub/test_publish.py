@@ -18,7 +18,7 @@ from support.hub import Hub, card_of, log_in
 from support.sentences import assert_command_says
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
 
-from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, load_drafter, load_once
+from hf_dart import DartHead, load_drafter, load_once
 from hf_dart.cli import main
 from hf_dart.hub.card import BEGIN, END
 from hf_dart.hub.kinds import kind_of
@@ -26,8 +26,6 @@ from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.hub.publish import push_folder
 
 BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
-
-
 MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dart": (tiny_head, {}),
     "diffusion": (tiny_diffusion_drafter, {}),
@@ -46,14 +44,8 @@ def test_up_and_back_by_name(name: str, alice: Hub, target: Any) -> None:
     assert not stored.private
     assert commit.oid == stored.refs["main"]
     assert stored.messages[commit.oid] == f"Upload {class_name}"
-    assert set(stored.files()) == {
-        ".gitattributes",
-        "README.md",
-        "config.json",
-        "custom_generate/generate.py",
-        "custom_generate/requirements.txt",
-        "model.safetensors",
-    }
+    custom = {"custom_generate/generate.py", "custom_generate/requirements.txt"}
+    assert set(stored.files()) == {".gitattributes", "README.md", "config.json", "model.safetensors", *custom}
     card = card_of(alice, "alice/mine")
     # The whole id, though only the name was given.
     assert f'{class_name}.from_pretrained("alice/mine", target=model)' in card
@@ -88,7 +80,7 @@ def test_nobody_pushes_what_is_not_theirs(alice: Hub, head: DartHead, monkeypatc
     assert len(alice.repositories["alice/head"].commits) == 2
 
 
-def test_nothing_is_committed_halfway(alice: Hub, head: DartHead) -> None:
+def test_nothing_is_committed_halfway(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     head.push_to_hub("alice/head")
     before = alice.repositories["alice/head"].refs["main"]
     with pytest.raises(ValueError, match="cannot be read"):
@@ -98,9 +90,16 @@ def test_nothing_is_committed_halfway(alice: Hub, head: DartHead) -> None:
     with pytest.raises(OSError, match=r"with 500 \(.*out of order.*\); try again later"):
         head.push_to_hub("alice/head", license="mit")
     alice.failing.clear()
-    assert alice.repositories["alice/head"].refs["main"] == before
     with pytest.raises(ValueError, match='"license" must be a string'):
         head.push_to_hub("alice/head", license={"no": "string"})  # type: ignore[dict-item]
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise LocalEntryNotFoundError("the connection broke")
+
+    monkeypatch.setattr(HfApi, "hf_hub_download", broken)  # of the card that is there
+    with pytest.raises(OSError, match="cannot be reached"):
+        head.push_to_hub("alice/head", license="mit")
+    assert alice.repositories["alice/head"].refs["main"] == before
 
 
 def test_what_people_wrote_into_the_card_stays(alice: Hub, head: DartHead, caplog: pytest.LogCaptureFixture) -> None:
@@ -162,21 +161,6 @@ def test_what_belonged_to_other_weights_goes_away(alice: Hub, head: DartHead, tm
     assert {"notes.md", "other.safetensors", "model.safetensors"} <= files.keys()
 
 
-def test_a_card_that_does_not_come_through_is_not_replaced(
-    alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head.push_to_hub("alice/head")
-    before = alice.repositories["alice/head"].refs["main"]
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise LocalEntryNotFoundError("the connection broke")
-
-    monkeypatch.setattr(HfApi, "hf_hub_download", broken)
-    with pytest.raises(OSError, match="cannot be reached"):
-        head.push_to_hub("alice/head", license="mit")
-    assert alice.repositories["alice/head"].refs["main"] == before
-
-
 def test_an_adapter_of_a_local_head_is_not_pushed(alice: Hub, head: DartHead, target: Any, tmp_path: Path) -> None:
     head.save_pretrained(tmp_path / "head")
     adapted = DartHead.from_pretrained(str(tmp_path / "head"), target=target)
@@ -201,9 +185,7 @@ def test_a_trainer_pushes_its_head_with_a_card(alice: Hub, tmp_path: Path) -> No
     commit = trainer.push_to_hub(license="mit")
     assert alice.repositories["alice/run-7"].messages[commit.oid] == "End of training"
     card = card_of(alice, "alice/run-7")
-    assert "# run-7\n" in card
-    assert "| steps | 2 |" in card
-    assert "license: mit" in card
+    assert all(said in card for said in ("# run-7\n", "| steps | 2 |", "license: mit"))
     assert "training_args.bin" not in alice.repositories["alice/run-7"].files()
 
 
@@ -211,6 +193,7 @@ def test_a_dry_run_writes_what_would_be_pushed(
     alice: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     words = ["push", str(PACKAGED_HEAD), "alice/head", "--license", "mit", "--bench", str(BENCH)]
+    (tmp_path / "dry").mkdir()  # an empty folder is taken
     assert main([*words, "--dry-run", str(tmp_path / "dry")]) == 0
     assert "with --base-model" in caplog.text
     assert "nothing was pushed" in capsys.readouterr().out
@@ -222,42 +205,22 @@ def test_a_dry_run_writes_what_would_be_pushed(
     dry = tmp_path / "dry"
     written = {str(file.relative_to(dry)): file.read_bytes() for file in dry.rglob("*") if file.is_file()}
     assert written == {name: content for name, content in pushed.items() if name != ".gitattributes"}
+    for taken in (dry, dry / "README.md"):
+        assert main([*words, "--dry-run", str(taken)]) == 2
+        assert "is there already; give an empty folder" in capsys.readouterr().err
+    assert (dry / "README.md").read_bytes() == written["README.md"]
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
+def test_mistakes_get_one_sentence(alice: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, says in (
         ([str(PACKAGED_TARGET), "alice/head"], "holds no config.json of a DART head or a DFlash drafter"),
         ([str(PACKAGED_HEAD), "alice/head", "--bench", "./none.json"], "none.json cannot be read"),
         ([str(PACKAGED_HEAD), "bob/head"], "403"),
         ([str(PACKAGED_HEAD), "not an id"], "give one such as user/name"),
         ([str(PACKAGED_HEAD), "a/b/c", "--dry-run", "./none"], "give one such as user/name"),
-    ],
-)
-def test_mistakes_get_one_sentence(words: list[str], says: str, alice: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_command_says(["push", *words], says, capsys)
+    ):
+        assert_command_says(["push", *words], says, capsys)
     assert not alice.repositories
-
-
-def test_the_command_knows_every_kind(alice: Hub, target: Any, tmp_path: Path) -> None:
-    tiny_eagle_drafter(target).save_pretrained(tmp_path / "eagle")
-    assert main(["push", str(tmp_path / "eagle"), "alice/eagle", "--license", "mit"]) == 0
-    assert "license: mit" in card_of(alice, "alice/eagle")
-    with pytest.raises(ValueError, match="an EAGLE head, and no diffusion drafter: load it with EagleDrafter"):
-        DiffusionDrafter.from_pretrained("alice/eagle", target=target)
-    assert type(EagleDrafter.from_pretrained("alice/eagle")) is EagleDrafter
-
-
-def test_a_dry_run_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    project = tmp_path / "project"
-    project.mkdir()
-    words = ["push", str(PACKAGED_HEAD), "alice/head", "--dry-run"]
-    assert main([*words, str(project)]) == 0  # an empty folder is taken
-    (project / "README.md").write_text("my own")
-    for taken in (project, project / "README.md"):
-        assert main([*words, str(taken)]) == 2
-        assert "is there already; give an empty folder" in capsys.readouterr().err
-    assert (project / "README.md").read_text() == "my own"
 
 
 def test_a_hub_that_is_not_there(hub: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
