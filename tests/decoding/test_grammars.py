@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import assert_identical, tally
+from support.compare import assert_identical, run, same, tally
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from torch import Tensor
-from transformers import AutoTokenizer, LogitsProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
 
 from hf_dart import LookupDrafter, attach
 from hf_dart.decoding.grammars import RowGrammar
 from hf_dart.drafters.base import Proposal
 from hf_dart.hub.loading import PACKAGED_TARGET
-from hf_dart.trees.copies import Copies
+from hf_dart.trees.copies import NOTHING, Copies
 
 FORM = [{5}, {6}, {7}, {2, 3, 4, 8}, {9}, {10}, {11, 12}]
 """Tokens that are allowed one after the other, over and over."""
@@ -78,19 +78,24 @@ def test_ends_and_new_calls(target: Any) -> None:
         assert_identical(target, LookupDrafter(), inputs, seed=seed, into=total, logits_processor=processors, **options)
 
 
-def proposal(depth: int = 5, vocabulary: Tensor | None = None) -> Proposal:
+def row_after(text: list[int], form: type[Form] = Form, prompt: int = 1) -> RowGrammar:
+    row = RowGrammar(form(), text[:prompt])
+    row._text = text
+    return row
+
+
+def proposal(vocabulary: list[int] | None = None) -> Proposal:
     columns = VOCABULARY if vocabulary is None else len(vocabulary)
-    logits = torch.randn(1, depth, columns, generator=torch.Generator().manual_seed(0))
-    return Proposal(logits, logits, vocabulary)
+    logits = torch.randn(1, 5, columns, generator=torch.Generator().manual_seed(0))
+    return Proposal(logits, logits, None if vocabulary is None else torch.tensor(vocabulary))
 
 
 @pytest.mark.parametrize("vocabulary", [None, [1, 2, 5, 6, 8, 9, 20]])
 def test_drafts_hold_what_is_allowed(vocabulary: list[int] | None) -> None:
     text = [1, 1, 5]
-    row = RowGrammar(Form(), text[:2])
-    row._text = text
-    assert row.copies(Copies([], [], [], []), 4).tokens == [6, 7]
-    draft = proposal(vocabulary=None if vocabulary is None else torch.tensor(vocabulary))
+    row = row_after(text, prompt=2)
+    assert row.copies(NOTHING, 4).tokens == [6, 7]
+    draft = proposal(vocabulary)
     before = draft.logits.clone()
     row.restrict(draft, 0)
     tokens = vocabulary or range(VOCABULARY)
@@ -105,11 +110,9 @@ def test_drafts_hold_what_is_allowed(vocabulary: list[int] | None) -> None:
 
 
 def test_copies_that_are_not_allowed_are_left_out() -> None:
-    text = [1, 5, 6, 7]
-    row = RowGrammar(Form(), text[:1])
-    row._text = text
     totals = [-0.1 * node for node in range(7)]
-    found = row.copies(Copies([3, 20, 9, 2, 10, 9, 4], [-1, -1, 0, 1, 2, 0, 5], [1, 1, 2, 2, 3, 2, 3], totals), 8)
+    copies = Copies([3, 20, 9, 2, 10, 9, 4], [-1, -1, 0, 1, 2, 0, 5], [1, 1, 2, 2, 3, 2, 3], totals)
+    found = row_after([1, 5, 6, 7]).copies(copies, 8)
     assert (found.tokens, found.parents, found.depths) == ([3, 9, 10, 9], [-1, 0, 1, 0], [1, 2, 3, 2])
     assert found.totals == [0.0, -0.2, -0.4, -0.5]
 
@@ -120,35 +123,25 @@ def test_what_did_not_come_is_less_likely() -> None:
             return [5, 6]
 
     text = [1]
-    row = RowGrammar(Wrong(), text)
-    first = row.copies(Copies([], [], [], []), 4).totals
+    row = row_after(text, Wrong)
+    first = row.copies(NOTHING, 4).totals
     for _ in range(20):
         text.append(7)
-        later = row.copies(Copies([], [], [], []), 4).totals
+        later = row.copies(NOTHING, 4).totals
     assert later[0] < first[0] - 0.5
 
 
 # ---- the processors of other packages -----------------------------------------------------------------------
 
-SCHEMA = {
+SORTED = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "rows": {
-            "type": "array",
-            "minItems": 2,
-            "maxItems": 2,
-            "items": {
-                "type": "object",
-                "properties": {"number": {"enum": [1, 20, 300]}, "sorted": {"type": "boolean"}},
-                "required": ["number", "sorted"],
-                "additionalProperties": False,
-            },
-        },
-    },
-    "required": ["name", "rows"],
+    "properties": {"number": {"enum": [1, 20, 300]}, "sorted": {"type": "boolean"}},
+    "required": ["number", "sorted"],
     "additionalProperties": False,
 }
+ROWS = {"type": "array", "minItems": 2, "maxItems": 2, "items": SORTED}
+NAMED = {"name": {"type": "string", "maxLength": 6}, "rows": ROWS}
+SCHEMA = {"type": "object", "properties": NAMED, "required": ["name", "rows"], "additionalProperties": False}
 
 
 def xgrammar_processor(tokenizer: Any, size: int) -> Any:
@@ -171,26 +164,17 @@ def llguidance_processor(tokenizer: Any, size: int) -> Any:
 
 
 def outlines_processor(tokenizer: Any, size: int) -> Any:
-    from outlines.backends.outlines_core import OutlinesCoreBackend
+    from outlines.backends.outlines_core import OutlinesCoreBackend, OutlinesCoreLogitsProcessor
     from outlines.models import Transformers
 
-    backend = OutlinesCoreBackend(Transformers(SimpleNamespace(), tokenizer))
     form = r'\{"name": "[a-z]{1,4}", "rows": \[(true|false), (true|false)\]\}'
-    index = backend.get_regex_logits_processor(form).index
-
-    def again() -> dict[str, Any]:
-        from outlines.backends.outlines_core import OutlinesCoreLogitsProcessor
-
-        return {"logits_processor": [OutlinesCoreLogitsProcessor(index, "torch")]}
-
-    return again
+    index = OutlinesCoreBackend(Transformers(SimpleNamespace(), tokenizer)).get_regex_logits_processor(form).index
+    return lambda: {"logits_processor": [OutlinesCoreLogitsProcessor(index, "torch")]}
 
 
 @pytest.fixture(scope="module")
 def packaged() -> tuple[Any, Any]:
     """The packaged target, and its tokenizer."""
-    from transformers import AutoModelForCausalLM
-
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
     return attach(AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float64)), tokenizer
 
@@ -198,27 +182,24 @@ def packaged() -> tuple[Any, Any]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of those packages
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize(
-    ("package", "make", "least"),
+    ("packages", "make", "least"),
     [
-        ("xgrammar", xgrammar_processor, 1.5),
-        ("llguidance", llguidance_processor, 1.5),
-        ("outlines_core", outlines_processor, 1.2),
+        (["xgrammar"], xgrammar_processor, 1.5),
+        (["llguidance", "outlines"], llguidance_processor, 1.5),
+        (["outlines_core", "outlines"], outlines_processor, 1.2),
     ],
 )
-def test_processors_of_other_packages(packaged: Any, package: str, make: Any, least: float, sample: bool) -> None:
-    pytest.importorskip(package)
-    if make in (llguidance_processor, outlines_processor):
-        pytest.importorskip("outlines")
+def test_processors_of_other_packages(
+    packaged: Any, packages: list[str], make: Any, least: float, sample: bool
+) -> None:
+    for package in packages:
+        pytest.importorskip(package)
     model, tokenizer = packaged
     options = make(tokenizer, model.config.vocab_size)
     inputs = tokenizer(["import json\nrow = ", "x = "], return_tensors="pt", padding=True, padding_side="left")
     for rows in (1, 2):
-        some = {name: part[:rows] for name, part in inputs.items()}
-        written = []
-        for assistant in (None, drafter := LookupDrafter()):
-            torch.manual_seed(rows)
-            written.append(
-                model.generate(**some, **options(), assistant=assistant, do_sample=sample, max_new_tokens=60)
-            )
-        assert torch.equal(*written)
-        assert drafter.last_stats.tau > least, drafter.last_stats.tau
+        some = {name: part[:rows] for name, part in inputs.items()} | {"do_sample": sample, "max_new_tokens": 60}
+        copies = LookupDrafter()
+        stock, ours = (run(model, some, rows, **options(), assistant=drafter) for drafter in (None, copies))
+        same(ours, stock)
+        assert copies.last_stats.tau > least, copies.last_stats.tau

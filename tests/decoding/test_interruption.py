@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
+from itertools import count, product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ from support.tiny import prompts
 from support.turns import KINDS, RAGGED
 from support.users import Listener, OwnError
 from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.cache.target_cache import TargetCache
@@ -60,27 +62,20 @@ class FailingCriterion(StoppingCriteria):
 # ---- the user breaks off ----------------------------------------------------------------------------------
 
 
-MORE = [
-    pytest.param(family, kind, lengths, sampled, 40, seed, marks=pytest.mark.matrix)
-    for family, kind in (("llama", "dynamic"), ("gemma3", "dynamic"), ("gemma3", "static"))
-    for lengths in ([7], RAGGED)
-    for sampled in (True, False)
-    for seed in (2, 3)
+ATTENTION = product((("llama", "dynamic"), ("gemma3", "dynamic"), ("gemma3", "static")), ([7], RAGGED), (True, False))
+STATES = product(("lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba"), KINDS, ([7], RAGGED))
+LONG, RUNS = pytest.mark.matrix, needs_running_states
+CASES = [
+    ("gemma3", "dynamic", RAGGED, True, 9, 1),
+    ("gemma3", "static", [7], True, 9, 1),
+    pytest.param("lfm2", "dynamic", RAGGED, True, 5, 1, marks=RUNS),
+    pytest.param("falcon_h1", "dynamic", [7], True, 5, 1, marks=RUNS),
+    *(pytest.param(*pair, *case, 40, seed, marks=LONG) for pair, *case in ATTENTION for seed in (2, 3)),
+    *(pytest.param(*case, True, 24, 1, marks=[LONG, RUNS]) for case in STATES),
 ]
-MORE += [
-    pytest.param(family, kind, lengths, True, 24, 1, marks=[pytest.mark.matrix, needs_running_states])
-    for family in ("lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba")
-    for kind in KINDS
-    for lengths in ([7], RAGGED)
-]
-WITH_STATES = [("lfm2", "dynamic", RAGGED, True, 5, 1), ("falcon_h1", "dynamic", [7], True, 5, 1)]
-MORE += [pytest.param(*case, marks=needs_running_states) for case in WITH_STATES]
 
 
-@pytest.mark.parametrize(
-    ("family", "kind", "lengths", "sampled", "cases", "seed"),
-    [("gemma3", "dynamic", RAGGED, True, 9, 1), ("gemma3", "static", [7], True, 9, 1), *MORE],
-)
+@pytest.mark.parametrize(("family", "kind", "lengths", "sampled", "cases", "seed"), CASES)
 def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], sampled: bool, cases: int, seed: int) -> None:
     reached = interrupt(family, kind, lengths, sampled, cases=cases, seed=seed)
     assert len(set(reached)) > min(3, cases // 2)
@@ -96,20 +91,12 @@ def test_interrupted_anywhere_in_stocks_steps() -> None:
 @pytest.mark.parametrize(
     ("where", "part"), [(feed, "mask_kinds"), (session, "Verifier"), (session, "Walker"), (session, "row_weights")]
 )
-def test_a_kept_interruption_holds_no_noise(
-    pair: tuple[Any, DartHead], where: Any, part: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_interruption_holds_no_noise(pair: tuple[Any, DartHead], where: Any, part: str) -> None:
     """Before the first round; notebooks keep the last exception, and with it all that the call held."""
     target, head = pair
 
-    def interrupts(*_: Any, **__: Any) -> Any:
-        raise KeyboardInterrupt
-
-    whole = getattr(where, part)
-    monkeypatch.setattr(where, part, interrupts)
-    with pytest.raises(KeyboardInterrupt) as kept:
+    with patch.object(where, part, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt) as kept:
         run(target, prompts(RAGGED), 0, **SAMPLED, assistant=head)
-    monkeypatch.setattr(where, part, whole)
     assert_identical(target, head, prompts(RAGGED), **SAMPLED)
     del kept
 
@@ -129,34 +116,26 @@ class FailingProcessor(LogitsProcessor):
         return scores
 
 
-def failing(what: str, slots: int, tokens: int) -> dict[str, Any]:
-    """Options of a call that fails after so many tokens."""
-    if what == "streamer":
-        return {"streamer": Listener(tokens + 1)}
-    if what == "streamer in step":
-        return {"streamer": Listener(tokens + 1), "logits_processor": LogitsProcessorList([FailingProcessor(999)])}
-    if what == "processor":
-        return {
-            "logits_processor": LogitsProcessorList([FailingProcessor(slots + tokens)]),
-            "streamer": Listener(),
-        }
-    return {"stopping_criteria": [FailingCriterion(slots + tokens)], "streamer": Listener()}
+def failing(what: str, last: int, tokens: int) -> dict[str, Any]:
+    """Options of a call that fails after so many tokens, at the slot `last`."""
+    streamer = Listener(tokens + 1 if what.startswith("streamer") else None)
+    at = {"streamer in step": 999, "processor": last}.get(what)
+    if what == "criterion":
+        return {"streamer": streamer, "stopping_criteria": [FailingCriterion(last)]}
+    return {"streamer": streamer, "logits_processor": [] if at is None else [FailingProcessor(at)]}
 
 
 @pytest.mark.parametrize(("lengths", "tokens"), [([7], 5), (RAGGED, 0), (RAGGED, 5)])
 @pytest.mark.parametrize("what", ["processor", "criterion", "streamer", "streamer in step"])
 def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengths: list[int], tokens: int) -> None:
     """The generator is where stock's is; one row's streamer has heard the same."""
-    target, head = pair
-    inputs = prompts(lengths)
-    slots = inputs["input_ids"].shape[1]
+    (target, head), inputs, slots = pair, prompts(lengths), max(lengths)
     text = run(target, inputs, 0, **SAMPLED).sequences
     perfect = replay(target, inputs, misses=[0.0, 1.0, 0.0, 0.5][: len(lengths)], **SAMPLED)
     before = snapshot(target), [weight.sum().item() for weight in head.parameters()]
     heard, states = [], []
     for drafting in ({}, {"assistant": head}, {"assistant": perfect}):
-        options = failing(what, slots, tokens)
-        cache = DynamicCache(config=target.config)
+        options, cache = failing(what, slots + tokens, tokens), DynamicCache(config=target.config)
         with pytest.raises(OwnError):
             run(target, inputs, 0, **{CACHE: cache}, **options, **SAMPLED, **drafting)
         states.append(torch.get_rng_state())
@@ -164,8 +143,7 @@ def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengt
         if drafting:
             drawn = tokens if what == "processor" else tokens + 1
             assert_goes_on(target, cache, inputs, text, drawn, **SAMPLED, **drafting)
-    assert torch.equal(states[0], states[1])
-    assert torch.equal(states[0], states[2])
+    assert all(torch.equal(states[0], state) for state in states[1:])
     if len(lengths) == 1 or what.startswith("streamer"):
         assert heard[0] == heard[1] == heard[2]
     assert (snapshot(target), [weight.sum().item() for weight in head.parameters()]) == before
@@ -174,9 +152,7 @@ def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengt
 
 def test_a_row_has_ended_before(pair: tuple[Any, DartHead]) -> None:
     """The cache holds as much as that row has committed, though the others are further."""
-    target, head = pair
-    inputs = prompts(RAGGED)
-    slots = inputs["input_ids"].shape[1]
+    (target, head), inputs, slots = pair, prompts(RAGGED), max(RAGGED)
     text = run(target, inputs, 0, **GREEDY).sequences
     options = {**GREEDY, "eos_token_id": int(text[0, slots + 4]), "pad_token_id": 0}
     text = run(target, inputs, 0, **options).sequences
@@ -208,12 +184,10 @@ def test_a_streamer_fails_amid_captured_rounds(lengths: list[int]) -> None:
 @contextmanager
 def out_of_memory(where: Any, name: str, call: int) -> Any:
     """The `call`-th call of a function fails."""
-    function = getattr(where, name)
-    left = [call]
+    function, calls = getattr(where, name), count(1)
 
     def fails(*args: Any, **kwargs: Any) -> Any:
-        left[0] -= 1
-        if left[0] == 0:
+        if next(calls) == call:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return function(*args, **kwargs)
 
@@ -223,24 +197,18 @@ def out_of_memory(where: Any, name: str, call: int) -> Any:
         yield
 
 
-def decoder_layer(target: Any) -> Any:
-    """The class of the second decoder layer's attention: when it fails, the first has written its entries."""
-    return type(target.model.layers[1].self_attn)
-
-
 @pytest.mark.parametrize(
     ("kind", "lengths", "call"),
     [("dynamic", [7], 2), ("dynamic", RAGGED, 8), ("static", RAGGED, 2), ("static", [7], 8)],
 )
 def test_out_of_memory_in_the_target(pair: tuple[Any, DartHead], kind: str, lengths: list[int], call: int) -> None:
-    """In the prefill (the second layer of two), and in later rounds."""
-    target, head = pair
-    inputs = prompts(lengths)
+    """In the prefill (the second layer of two, after the first has written its entries), and in later rounds."""
+    (target, head), inputs = pair, prompts(lengths)
     text = run(target, inputs, 0, **SAMPLED).sequences
     states = states_by_token(len(lengths), target.config.vocab_size, 0)
     before = snapshot(target)
     cache, listener = KINDS[kind](target), Listener()
-    with out_of_memory(decoder_layer(target), "forward", call), pytest.raises(torch.OutOfMemoryError):
+    with out_of_memory(type(target.model.layers[1].self_attn), "forward", call), pytest.raises(torch.OutOfMemoryError):
         run(target, inputs, 0, **{CACHE: cache}, streamer=listener, assistant=head, **SAMPLED)
     assert torch.equal(torch.get_rng_state(), states[listener.tokens])
     assert (listener.tokens == 0) == (call == 2)
@@ -265,19 +233,17 @@ def test_out_of_memory_in_a_later_chunk_of_the_prefill(pair: tuple[Any, DartHead
         pytest.skip("this release of transformers reads a cached prefix again in chunks, which is refused")
     held = copy.deepcopy(held_entries(cache))
     options = {**GREEDY, CACHE: cache, "assistant": head, "prefill_chunk_size": 4}
-    with out_of_memory(decoder_layer(target), "forward", 4), pytest.raises(torch.OutOfMemoryError):
+    with out_of_memory(type(target.model.layers[1].self_attn), "forward", 4), pytest.raises(torch.OutOfMemoryError):
         run(target, more, 0, **options)
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {first.shape[1] - 1}
-    for before, after in zip(held, held_entries(cache), strict=True):
-        assert torch.equal(before, after)
+    assert all(torch.equal(*entries) for entries in zip(held, held_entries(cache), strict=True))
     assert torch.equal(run(target, more, 0, **options).sequences, run(target, more, 0, **GREEDY).sequences)
 
 
 @pytest.mark.parametrize(("kind", "call"), [("dynamic", 1), ("dynamic", 2), ("static", 2)])
 def test_out_of_memory_where_the_cache_is_handed_back(pair: tuple[Any, DartHead], kind: str, call: int) -> None:
     """Not one layer is ahead of another then; the cache holds the prompt."""
-    target, head = pair
-    inputs = prompts(RAGGED)
+    (target, head), inputs = pair, prompts(RAGGED)
     text = run(target, inputs, 0, **SAMPLED).sequences
     cache = KINDS[kind](target)
     whole = TargetCache._append
@@ -300,8 +266,7 @@ def test_out_of_memory_where_the_cache_is_handed_back(pair: tuple[Any, DartHead]
 
 def test_a_call_without_a_listener(pair: tuple[Any, DartHead]) -> None:
     """The generator is at the token that every row has reached."""
-    target, head = pair
-    inputs = prompts(RAGGED)
+    (target, head), inputs = pair, prompts(RAGGED)
     states = states_by_token(len(RAGGED), target.config.vocab_size, 0)
     drafter = replay(target, inputs, misses=[0.1, 0.7, 0.3, 0.5], **SAMPLED)
     with out_of_memory(type(drafter), "propose", 3), pytest.raises(torch.OutOfMemoryError):

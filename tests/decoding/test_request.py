@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
@@ -20,7 +21,6 @@ from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding import request as options
 from hf_dart.decoding.api import attach
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.models.trial import check_verification
 
 INPUTS = prompts([7])
 RIGHT_PADDED = {
@@ -47,7 +47,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty prompt": ({"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, "empty"),
     "no rows": ({name: value[:0] for name, value in INPUTS.items()}, "one row"),
     "ids that are no integers": ({"input_ids": INPUTS["input_ids"].float()}, "long"),
-    # Stock then runs over the ids where there are embeddings too.
     "an assistant": ({"is_assistant": True}, "is_assistant"),
 }
 
@@ -101,27 +100,69 @@ def test_inputs_that_drafts_do_not_have(drafting: dict[str, Any]) -> None:
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
-@pytest.mark.parametrize("options", [{"penalty_alpha": 0.6, "top_k": 4}, {"dola_layers": "low"}], ids=str)
-def test_other_strategies(target: Any, head: DartHead, drafting: dict[str, Any], options: dict[str, Any]) -> None:
-    """Stock refuses in its own words, if it is first."""
-    with pytest.raises(ValueError, match=f"{next(iter(options))}|custom_generate|trust_remote_code"):
-        target.generate(**INPUTS, **{**GREEDY, **options}, **drafting)
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
 class Quantized(DynamicCache):
     """Stands where a `QuantizedCache` would: those need a backend that is not installed."""
 
 
-def test_caches_of_other_kinds(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
-    for cache, words in (
-        (StaticCache(config=target.config, max_cache_len=20), "cache|Cache"),
-        (DynamicCache(config=target.config, offloading=True), "cache|Cache"),
-        (Quantized(config=target.config), "Quantized"),
-    ):
-        arguments = {**INPUTS, **GREEDY, CACHE: cache, **drafting}
-        refused(lambda arguments=arguments: target.generate(**arguments), ValueError, words)
-        assert_identical(target, head, INPUTS, **GREEDY)
+def in_chunks(target: Any) -> dict[str, Any]:
+    """Stock runs over the embeddings once for each chunk of the ids, or leaves them out (before 5.21)."""
+    ids = INPUTS["input_ids"]
+    embeddings = target.get_input_embeddings()(ids).detach()
+    return {"input_ids": ids[:, -2:], "inputs_embeds": embeddings, "prefill_chunk_size": 1}
+
+
+@contextmanager
+def compressed(target: Any, entries: list[int], layers: list[int]) -> Iterator[dict[str, Any]]:
+    """As kvpress does it: hooks drop entries after the prompt. Others might add some."""
+
+    def change(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = kwargs[CACHE].layers[module.layer_idx]
+        if kwargs["hidden_states"].shape[1] == 7:  # the prompt
+            layer.keys, layer.values = layer.keys[:, :, entries], layer.values[:, :, entries]
+
+    parts = [target.model.layers[layer].self_attn for layer in layers]
+    hooks = [part.register_forward_hook(change, with_kwargs=True) for part in parts]
+    yield {}
+    for hook in hooks:
+        hook.remove()
+
+
+@contextmanager
+def checkpointing(target: Any) -> Iterator[dict[str, Any]]:
+    """It does nothing in eval mode."""
+    head = tiny_head(target)
+    target.gradient_checkpointing_enable()
+    assert_identical(target, head, INPUTS, **GREEDY)
+    target.train()
+    yield {}
+    target.gradient_checkpointing_disable()
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def passed(make: Callable[[Any], dict[str, Any]]) -> Callable[[Any], Any]:
+    return lambda target: nullcontext(make(target))
+
+
+# What refused calls pass, or what holds meanwhile, given their target.
+SITUATIONS: dict[str, tuple[Callable[[Any], AbstractContextManager[dict[str, Any]]], str]] = {
+    "a short cache": (passed(lambda target: {CACHE: StaticCache(config=target.config, max_cache_len=20)}), "[cC]ache"),
+    "offloading": (passed(lambda target: {CACHE: DynamicCache(config=target.config, offloading=True)}), "[cC]ache"),
+    "an unknown cache": (passed(lambda target: {CACHE: Quantized(config=target.config)}), "Quantized"),
+    "embeddings beside ids, in chunks": (passed(in_chunks), "prefill_chunk_size"),
+    "dropped entries": (lambda target: compressed(target, [0, 2, 4, 6], [0, 1]), "holds 4 entries after a prompt of 7"),
+    "entries dropped in one layer": (lambda target: compressed(target, [0, 2, 4, 6], [1]), "holds 4 entries after"),
+    "added entries": (lambda target: compressed(target, [0, *range(7)], [0, 1]), "holds 8 entries after"),
+    "gradient checkpointing": (checkpointing, "gradient checkpointing off"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # 5.17 has no other name for it
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_refused_situations(target: Any, head: DartHead, drafting: dict[str, Any], name: str) -> None:
+    situation, words = SITUATIONS[name]
+    with situation(target) as given:
+        refused(lambda: target.generate(**{**INPUTS, **GREEDY, **given, **drafting}), ValueError, words)
+    assert_identical(target.eval(), head, INPUTS, **GREEDY)
 
 
 @pytest.mark.parametrize("room", [8, WINDOW])
@@ -135,15 +176,6 @@ def test_static_caches_shorter_than_the_window(room: int) -> None:
     else:
         assert torch.equal(target.generate(**calls[0], assistant=head), target.generate(**calls[1]))
     assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_embeddings_beside_ids_in_chunks(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
-    """Stock runs over the embeddings once for each chunk of the ids, or leaves them out (before 5.21)."""
-    embeddings = target.get_input_embeddings()(INPUTS["input_ids"]).detach()
-    inputs = {**INPUTS, "input_ids": INPUTS["input_ids"][:, -2:], "inputs_embeds": embeddings}
-    chunked = {**inputs, **GREEDY, "prefill_chunk_size": 1}
-    refused(lambda: target.generate(**chunked, **drafting), ValueError, "prefill_chunk_size")
-    assert_identical(target, head, inputs, **GREEDY)
 
 
 @pytest.mark.parametrize(("share", "part"), [(0.1, "model"), (0.2, "model.layers.0"), (0.0, "model.layers.0")])
@@ -184,16 +216,6 @@ def test_train_mode_that_draws() -> None:
     assert_identical(target.eval(), head, INPUTS, **GREEDY)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # 5.17 has no other name for it
-def test_gradient_checkpointing(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
-    target.gradient_checkpointing_enable()
-    assert_identical(target, head, INPUTS, **GREEDY)
-    target.train()
-    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "gradient checkpointing off")
-    target.gradient_checkpointing_disable()
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
 def test_active_dropout_of_an_adapter(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
     """PEFT makes its layers in train mode, whatever the target's."""
@@ -216,34 +238,24 @@ def test_active_dropout_of_a_drafter(target: Any, make: Any) -> None:
 
 @pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "later steps"])
 def test_positions_that_a_subclass_shifts(target: Any, head: DartHead, drafting: dict[str, Any], prompt: bool) -> None:
-    plain = type(target)
+    """It asks for what stock tells, as Mllama does."""
 
-    class Shifts(plain):  # type: ignore[misc, valid-type]
+    class Shifts(type(target)):  # type: ignore[misc]
         def prepare_inputs_for_generation(self, *args: Any, is_first_iteration: bool = False, **kwargs: Any) -> Any:
             inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)
             if is_first_iteration is prompt:
                 inputs["position_ids"] = inputs["position_ids"] + 1
             return inputs
 
-    target.__class__ = Shifts
-    assert_identical(target, head, INPUTS, **GREEDY)
-    ours = target.generate(**INPUTS, **GREEDY, **drafting)
-    assert torch.equal(ours, target.generate(**INPUTS, **GREEDY))
-
-
-def test_a_subclass_that_asks_for_what_stock_tells(target: Any, head: DartHead) -> None:
-    """As Mllama does."""
-    plain = type(target)
-
-    class Asks(plain):  # type: ignore[misc, valid-type]
         def _update_model_kwargs_for_generation(
             self, outputs: Any, model_kwargs: dict[str, Any], is_encoder_decoder: bool, **kwargs: Any
         ) -> Any:
             return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, **kwargs)
 
-    target.__class__ = Asks
+    target.__class__ = Shifts
     assert_identical(target, head, INPUTS, **GREEDY)
-    target.__class__ = plain
+    ours = target.generate(**INPUTS, **GREEDY, **drafting)
+    assert torch.equal(ours, target.generate(**INPUTS, **GREEDY))
 
 
 def test_encoder_decoder() -> None:
@@ -256,17 +268,6 @@ def test_encoder_decoder() -> None:
     drafter = replay(tiny_target("llama"), INPUTS, misses=[0.0], **GREEDY)
     refused(lambda: model.generate(**INPUTS, **GREEDY, custom_generate=drafter.generate), ValueError, "encoder-decoder")
     assert model.generate(**INPUTS, **GREEDY).shape[0] == 1
-
-
-@pytest.mark.parametrize("family", ["bloom", "mpt", "gpt_neo"])
-def test_architectures_that_cannot_verify_trees(family: str) -> None:
-    target = tiny_target(family, "eager", torch.float32)
-    plain = run(target, INPUTS, 0, **GREEDY).sequences
-    for attempt in (attach, check_verification):
-        refused(lambda attempt=attempt: attempt(target), ValueError, "assistant=|not supported|cannot")
-        assert "generate" not in vars(target)
-    refused(lambda: DartHead.from_target(target, feature_layers=[1]), ValueError, "assistant=|not supported|cannot")
-    assert torch.equal(run(target, INPUTS, 0, **GREEDY).sequences, plain)
 
 
 @pytest.mark.filterwarnings("ignore:Both `past_key_values` and `cache`:FutureWarning")  # by PEFT
@@ -288,30 +289,6 @@ def test_adapters_that_trees_do_not_pass(
     refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, words)
     assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, plain)
     assert_identical(wrapped.unload() if kind is LoraConfig else target, head, INPUTS, **GREEDY)
-
-
-@pytest.mark.parametrize(
-    ("entries", "layers", "held"),
-    [([0, 2, 4, 6], [0, 1], 4), ([0, 2, 4, 6], [1], 4), ([0, *range(7)], [0, 1], 8)],
-    ids=["dropped", "dropped in one layer", "added"],
-)
-def test_caches_that_are_not_of_the_prompt(
-    target: Any, head: DartHead, drafting: dict[str, Any], entries: list[int], layers: list[int], held: int
-) -> None:
-    """As kvpress compresses: hooks drop entries after the prompt. Others might add some."""
-
-    def change(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        layer = kwargs[CACHE].layers[module.layer_idx]
-        if kwargs["hidden_states"].shape[1] == 7:  # the prompt
-            layer.keys, layer.values = layer.keys[:, :, entries], layer.values[:, :, entries]
-
-    parts = [target.model.layers[layer].self_attn for layer in layers]
-    hooks = [part.register_forward_hook(change, with_kwargs=True) for part in parts]
-    words = f"holds {held} entries after a prompt of 7"
-    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, words)
-    for hook in hooks:
-        hook.remove()
-    assert_identical(target, head, INPUTS, **GREEDY)
 
 
 @pytest.mark.parametrize("name", ["nodes", "top_k", "beam", "refine"])

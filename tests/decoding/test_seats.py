@@ -41,41 +41,38 @@ class Fails(LogitsProcessor):
         return scores
 
 
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40}
+
+
 def test_a_call_that_fails_leaves_alone() -> None:
     target = tiny_target("llama")
-    head, seats = tiny_head(target), Seats(3)
-    good = [(prompts([5], seed=1), {"do_sample": False, "max_new_tokens": 40}) for _ in range(2)]
-    bad = (prompts([9], seed=2), {"do_sample": False, "max_new_tokens": 40})
-    sessions = [
-        opened(target, assistant=head, **good[0][0], **good[0][1]),
-        opened(target, assistant=head, **bad[0], **bad[1], logits_processor=LogitsProcessorList([Fails()])),
-        opened(target, assistant=head, **good[1][0], **good[1][1]),
-    ]
+    head, seats, inputs = tiny_head(target), Seats(3), prompts([5], seed=1)
+    bad = {**prompts([9], seed=2), **GREEDY, "logits_processor": LogitsProcessorList([Fails()])}
+    sessions = [opened(target, assistant=head, **call) for call in ({**inputs, **GREEDY}, bad, {**inputs, **GREEDY})]
     for session in sessions:
         seats.take(session)
     with pytest.raises(ValueError, match="All 3 seats are taken"):
         seats.take(sessions[0])
-    gone = []
+    failures = {}
     while seats.taken:
-        gone += seats.round()
-    failures = {id(session): failure for session, failure in gone}
+        failures |= {id(session): failure for session, failure in seats.round()}
     assert [type(failures[id(session)]) for session in sessions] == [type(None), OSError, type(None)]
-    assert torch.equal(close_call(sessions[0]), stocks(target, good[0], 0))
-    assert torch.equal(close_call(sessions[2]), stocks(target, good[1], 0))
+    for session in sessions[::2]:
+        assert torch.equal(close_call(session), stocks(target, (inputs, GREEDY), 0))
 
 
 def test_a_drafter_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls end, and nothing is emitted any more where there was no draft."""
     target, seats = tiny_target("llama"), Seats(3)
-    head, request = tiny_head(target), (prompts([5], seed=1), {"do_sample": False, "max_new_tokens": 40})
-    sessions = [opened(target, assistant=head, **request[0], **request[1]) for _ in range(2)]
+    head, inputs = tiny_head(target), prompts([5], seed=1)
+    sessions = [opened(target, assistant=head, **inputs, **GREEDY) for _ in range(2)]
     for session in sessions:
         seats.take(session)
     assert [seats.round() for _ in range(3)] == [[]] * 3
     monkeypatch.setattr(head, "propose_ranked", None)
     assert [type(failure) for _, failure in seats.round()] == [TypeError] * 2
     assert not seats.taken
-    stock = stocks(target, request, 0)
+    stock = stocks(target, (inputs, GREEDY), 0)
     for session in sessions:
         assert session.rows.tokens[0] == stock[0, : len(session.rows.tokens[0])].tolist()
 

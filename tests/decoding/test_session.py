@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count, islice, product
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.compare import assert_identical, run
+from support.compare import assert_identical, run, same
 from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_dart import DartHead, attach
 from hf_dart.decoding.session import joined
@@ -23,25 +22,16 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 INPUTS = prompts([7])
 
 
-class NestsIn(LogitsProcessor):
-    """A processor that samples a text of its own at every call."""
-
-    def __init__(self, model: Any, **drafting: Any) -> None:
-        self.model, self.drafting = model, drafting
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        text = self.model.generate(**INPUTS, do_sample=True, max_new_tokens=2, **self.drafting)
-        return scores.index_fill(-1, text[0, -1:], 3.0)
-
-
 def test_processors_that_sample_texts_themselves(target: Any, head: DartHead) -> None:
+    def nests(**drafting: Any) -> Any:
+        texts = {**INPUTS, "do_sample": True, "max_new_tokens": 2, **drafting}
+        return lambda ids, scores: scores.index_fill(-1, target.generate(**texts)[0, -1:], 3.0)
+
     runs = []
     for inner, outer in (({}, {}), ({}, {"assistant": head}), ({"assistant": head}, {"assistant": head})):
-        processors = LogitsProcessorList([NestsIn(target, **inner)])
-        runs.append(run(target, INPUTS, 0, **SAMPLED, logits_processor=processors, **outer))
+        runs.append(run(target, INPUTS, 0, **SAMPLED, logits_processor=[nests(**inner)], **outer))
     for ours in runs[1:]:
-        assert torch.equal(ours.sequences, runs[0].sequences)
-        assert torch.equal(ours.state, runs[0].state)
+        same(ours, runs[0])
 
 
 def streamer(what: Any) -> Any:
@@ -65,10 +55,6 @@ def test_streamers_that_draw(target: Any, head: DartHead) -> None:
 
 class DrawnDrafts(ReplayDrafter):
     """Takes from the default generator at every turn."""
-
-    def begin(self, batch_size: int, capacity: int) -> Any:
-        torch.rand(1)
-        return super().begin(batch_size, capacity)
 
     def extend(self, *given: Any) -> None:
         torch.rand(2)
@@ -99,8 +85,8 @@ class Listens:
 
     def verified(self, seen: Verified, logits: Any) -> None:
         there = None if logits is None else logits()
-        for row, count in enumerate(seen.counts.tolist()):
-            for at in range(count):
+        for row, many in enumerate(seen.counts.tolist()):
+            for at in range(many):
                 one = seen.features[row, at], int(seen.next_tokens[row, at]), None if there is None else there[row, at]
                 self.rows[row].append(one)
 
@@ -108,20 +94,24 @@ class Listens:
         self.ends.append(finished)
 
 
-def test_observers_are_told_every_position(target: Any) -> None:
-    """Prompts and ragged rounds tell features, the token after them, and the logits it was chosen from."""
-    lengths = [7, 4]
-    inputs = prompts(lengths)
-    text = run(target, inputs, 0, **SAMPLED).sequences
+@pytest.fixture
+def listened(target: Any) -> tuple[ReplayDrafter, Tensor, list[Listens]]:
+    """A drafter with an observer, the text [2, T] that it drafts, and what the observer is told of each call."""
     attach(target)
+    text, calls = run(target, prompts([7, 4]), 0, **SAMPLED).sequences, list[Listens]()
     drafter = ReplayDrafter(text, [0, 3], VOCABULARY, misses=[0.3, 0.1], hidden_layers=(1, 2))
-    calls: list[Listens] = []
     drafter.observers = (lambda session: calls.append(Listens(session)) or calls[-1],)
-    assert_identical(target, drafter, inputs, **SAMPLED)
+    return drafter, text, calls
+
+
+def test_observers_are_told_every_position(target: Any, listened: Any) -> None:
+    """Prompts and ragged rounds tell features, the token after them, and the logits it was chosen from."""
+    drafter, text, calls = listened
+    assert_identical(target, drafter, prompts([7, 4]), **SAMPLED)
     assert drafter.last_stats.tau > 1.3
     (call,) = calls
     assert call.ends == [True]
-    for row, (told, length) in enumerate(zip(call.rows, lengths, strict=True)):
+    for row, (told, length) in enumerate(zip(call.rows, (7, 4), strict=True)):
         ids = text[row : row + 1, 7 - length :]
         plain = target(ids, output_hidden_states=True)
         features = torch.cat([plain.hidden_states[1], plain.hidden_states[2]], dim=-1)[0]
@@ -133,19 +123,15 @@ def test_observers_are_told_every_position(target: Any) -> None:
                 torch.testing.assert_close(logits, plain.logits[0, place])
 
 
-def test_observers_are_told_of_calls_that_fail(target: Any) -> None:
-    attach(target)
-    text = run(target, INPUTS, 0, **SAMPLED).sequences
-    drafter = ReplayDrafter(text, [0], VOCABULARY, misses=[0.0])
-    calls: list[Listens] = []
-    drafter.observers = (lambda session: calls.append(Listens(session)) or calls[-1],)
+def test_observers_are_told_of_calls_that_fail(target: Any, listened: Any) -> None:
+    drafter, _, calls = listened
 
     def fails() -> None:
-        if len(calls) and len(calls[-1].rows[0]) > 9:
+        if calls and len(calls[-1].rows[0]) > 9:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        target.generate(**INPUTS, **SAMPLED, assistant=drafter, streamer=streamer(fails))
+        target.generate(**prompts([7, 4]), **SAMPLED, assistant=drafter, streamer=streamer(fails))
     assert calls[-1].ends == [False]
 
 
@@ -159,16 +145,13 @@ def test_two_targets_with_two_heads_each() -> None:
     inputs = [prompts([9, 4], seed=seed) for seed in (0, 1)]
     options = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.2}
     stock = [[target.generate(**each, **options).tolist() for each in inputs] for target in targets]
-    jobs = list(itertools.product(range(2), range(2), range(2)))
+    jobs = list(product(range(2), repeat=3))
     together = Barrier(len(jobs))
 
     def call(which: int, head: int, prompt: int) -> bool:
         together.wait()
-        found = [
-            targets[which].generate(**inputs[prompt], **options, assistant=heads[which][head]).tolist()
-            for _ in range(2)
-        ]
-        return found == [stock[which][prompt]] * 2
+        drafting = {**inputs[prompt], **options, "assistant": heads[which][head]}
+        return [targets[which].generate(**drafting).tolist() for _ in range(2)] == [stock[which][prompt]] * 2
 
     with ThreadPoolExecutor(len(jobs)) as pool:
         assert all(pool.map(lambda job: call(*job), jobs))
@@ -191,16 +174,14 @@ def test_sampled_calls_side_by_side_draw_noise_of_their_own(target: Any, head: D
 
 def test_positions_that_waited_are_taken_in_as_they_came() -> None:
     """Those of several rounds, of which each row has some, none or all; features and tokens stay together."""
-    rounds = [[2, 0, 3], [1, 1, 1], [0, 2, 1]]
     came: list[list[int]] = [[], [], []]
-    chunks, number = [], 0
-    for counts in rounds:
+    chunks, numbers = [], count(1)
+    for counts in ([2, 0, 3], [1, 1, 1], [0, 2, 1]):
         tokens = torch.full((3, 3), -1)
-        for row, count in enumerate(counts):
-            for place in range(count):
-                number += 1
-                tokens[row, place] = number
-                came[row].append(number)
+        for row, many in enumerate(counts):
+            new = list(islice(numbers, many))
+            tokens[row, :many] = torch.tensor(new)
+            came[row] += new
         chunks.append(Verified(tokens[..., None] * torch.tensor([1.0, 0.5]), tokens, torch.tensor(counts)))
     features, tokens, counts = joined(chunks)
     assert counts.tolist() == [len(row) for row in came]

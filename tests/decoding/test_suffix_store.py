@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,10 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support.attacks import as_one_line, attack, seeds
 from support.compare import assert_identical, run, same
 from support.memory import resident
+from support.sentences import refused
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.users import letters
 from transformers import StoppingCriteria, StoppingCriteriaList
@@ -24,7 +27,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from hf_dart import Batcher, LookupDrafter, SuffixStore, TreeConfig, attach, detach
 from hf_dart.decoding import suffix_store
 from hf_dart.trees import copies
-from hf_dart.trees.copies import LONGEST, RowCopies
+from hf_dart.trees.copies import LONGEST, RowCopies, TextIndex
 
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
@@ -41,13 +44,8 @@ def texts_in(store: SuffixStore) -> list[list[int]]:
     """Stored texts, oldest first."""
     tokens = store._index.tokens[np.arange(max(store._index.end - store._index.capacity, 1), store._index.end)
                                  % store._index.capacity]  # fmt: skip
-    found: list[list[int]] = [[]]
-    for token in tokens.tolist():
-        if token:
-            found[-1].append(token % 2**32 - 1)
-        else:
-            found.append([])
-    return [text for text in found if text]
+    texts = np.split(tokens, np.flatnonzero(tokens == 0))
+    return [text for text in ((part[part > 0] % 2**32 - 1).tolist() for part in texts) if text]
 
 
 def copied(store: SuffixStore, text: list[int], name: str = "") -> list[list[int]]:
@@ -128,42 +126,30 @@ def test_in_a_batch_that_requests_join(target: Any) -> None:
 def test_threads_share_a_store(target: Any) -> None:
     store, inputs = SuffixStore(1 << 16), [prompts([9]), prompts([5, 8]), prompts([12]), prompts([3])]
     alone = [run(target, one, 0, **GREEDY).sequences for one in inputs]
-    failures: list[Any] = []
 
     def calls(number: int) -> None:
-        try:
-            for turn in range(6):
-                one = (number + turn) % len(inputs)
-                part = store.namespace(f"{number % 2}")
-                output = target.generate(**inputs[one], **GREEDY, assistant=LookupDrafter(FREE), memory=part)
-                assert torch.equal(output, alone[one])
-                if number == 3:
-                    store.forget("1")
-        except BaseException as failure:
-            failures.append(failure)
+        for turn in range(6):
+            one, part = (number + turn) % len(inputs), store.namespace(f"{number % 2}")
+            output = target.generate(**inputs[one], **GREEDY, assistant=LookupDrafter(FREE), memory=part)
+            assert torch.equal(output, alone[one])
+            if number == 3:
+                store.forget("1")
 
-    threads = [threading.Thread(target=calls, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(calls, range(4)))
     assert store.tokens > 0
 
 
 # ---- what is kept -----------------------------------------------------------------------------------------
 
 
-def test_a_call_is_kept_when_it_ends(target: Any) -> None:
-    store, inputs = SuffixStore(), prompts([9, 4])
-    sequences = target.generate(**inputs, **GREEDY, assistant=LookupDrafter(), memory=store)
-    assert texts_in(store) == [sequences[0].tolist(), sequences[1, 5:].tolist()]
-
-
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
-def test_a_call_is_kept_when_it_breaks_off(target: Any, failure: type[BaseException]) -> None:
+def test_a_call_is_kept_when_it_ends_or_breaks_off(target: Any, failure: type[BaseException]) -> None:
     """Tokens that came until then are kept; of a call that fails before its first token nothing is."""
     store, inputs = SuffixStore(), prompts([9])
+    sequences = target.generate(**prompts([9, 4]), **GREEDY, assistant=LookupDrafter(), memory=store)
+    assert texts_in(store) == [sequences[0].tolist(), sequences[1, 5:].tolist()]
+    store.forget()
     whole = run(target, inputs, 0, **GREEDY).sequences[0].tolist()
 
     class Fails(StoppingCriteria):
@@ -221,8 +207,7 @@ def test_memory_is_taken_up_as_it_fills() -> None:
     gc.collect()
     before = resident()
     stores = [SuffixStore(1 << 28) for _ in range(4)]
-    assert resident() - before < 1 << 28
-    assert len(stores) == 4
+    assert resident() - before < (1 << 28) * len(stores) / 4
 
 
 # ---- namespaces -------------------------------------------------------------------------------------------
@@ -230,8 +215,6 @@ def test_memory_is_taken_up_as_it_fills() -> None:
 
 def test_namespaces_never_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where all runs of tokens have one hash, so that every chain goes through every text."""
-    from hf_dart.trees.copies import TextIndex
-
     store, random = SuffixStore(), Random(1)
     monkeypatch.setattr(TextIndex, "_slot", lambda self, run: 0)
     for name in "abc":
@@ -253,19 +236,16 @@ def test_forgetting(target: Any) -> None:
         target.generate(**inputs, **SAMPLED, assistant=drafter, memory=store.namespace(name))
     store.namespace("ada").forget()
     assert store.names == ["bob"]
-    number = store.number("bob")
-    tokens = store._index.tokens
+    number, tokens = store.number("bob"), store._index.tokens
     assert set((tokens[tokens > 0] >> 32).tolist()) == {number}, "nothing of it lies in memory"
     assert store.number("ada") not in (number, 1), "its number is not given again"
     assert len({store.number(name) for name in ("ada", "bob", "cid", "dan")}) == 4
-    before = drafter.last_stats.tau
     assert_identical(target, drafter, inputs, **SAMPLED, memory=store.namespace("ada"))
     assert drafter.last_stats.tau < 4
     store.forget("nobody")
     store.forget()
     assert (store.names, store.tokens) == ([], 0)
     assert store.chances() == pytest.approx(list(suffix_store.PRIOR))
-    assert before > 0
 
 
 def test_names_without_texts_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +269,7 @@ def test_a_store_learns_what_is_right(target: Any) -> None:
     after = store.chances()
     assert after != before
     assert all(chance >= 0 for chance in after)
-    row = RowCopies([1, 2, 3], store.namespace(""))
-    assert row._prior == after
+    assert RowCopies([1, 2, 3], store.namespace(""))._prior == after
     store.learn([500.0] * len(after), [10_000.0] * len(after))
     assert all(chance == pytest.approx(0.05, rel=0.1) for chance in store.chances())
     assert store._counts.seen.max() <= copies._MOST_SEEN
@@ -321,44 +300,42 @@ def test_attached_once_it_serves_every_drafted_call() -> None:
 
 
 def test_a_memory_alone_drafts_by_copies() -> None:
-    target, inputs, store = tiny_target("llama"), prompts([9]), SuffixStore()
+    """Copies of the model share it, and pickles begin an empty one."""
+    target, inputs, store = tiny_target("llama"), prompts([9]), SuffixStore(1 << 20)
     stock = run(target, inputs, 0, **SAMPLED)
     attach(target, memory=store.namespace("ada"))
     for _ in range(2):
         same(run(target, inputs, 0, **SAMPLED), stock)
     assert store.names == ["ada"]
     assert target.generate.default.last_stats.tau > 2
-
-
-def test_copies_of_a_model_share_it_and_pickles_do_not() -> None:
-    target, inputs, store = tiny_target("llama"), prompts([9]), SuffixStore(1 << 20)
-    attach(target, memory=store)
-    target.generate(**inputs, **GREEDY)
     held = store.tokens
     copy.deepcopy(target).generate(**prompts([5]), **GREEDY)
     assert store.tokens > held
     loaded = pickle.loads(pickle.dumps(target))
     assert (loaded.generate.memory.store.tokens, loaded.generate.memory.store.most_bytes) == (0, 1 << 20)
-    assert torch.equal(loaded.generate(**inputs, **GREEDY), target.generate(**inputs, **GREEDY))
+    same(run(loaded, inputs, 0, **SAMPLED), stock)
 
 
 def test_what_is_no_memory_is_refused(target: Any) -> None:
-    inputs, drafter = prompts([9]), LookupDrafter()
-    with pytest.raises(TypeError, match="takes a SuffixStore, not dict; give memory=SuffixStore"):
-        target.generate(**inputs, **GREEDY, assistant=drafter, memory={})
-    with pytest.raises(TypeError, match="takes a SuffixStore"):
-        attach(target, memory=True)
-    with pytest.raises(ValueError, match="this call has no drafter"):
-        target.generate(**inputs, **GREEDY, memory=SuffixStore())
-    with pytest.raises(ValueError, match="most_bytes is 5; give 65536 or more"):
-        SuffixStore(5)
-    with pytest.raises(TypeError, match="named by a string, not 7"):
-        SuffixStore().namespace(7)  # type: ignore[arg-type]
-    store = SuffixStore()
+    inputs, drafter, store = prompts([9]), LookupDrafter(), SuffixStore()
     target.generate(**inputs, **GREEDY, assistant=drafter, memory=store)
     other = attach(tiny_target("llama", vocab_size=VOCABULARY + 16))
-    with pytest.raises(ValueError, match="each tokenizer a store of its own"):
-        other.generate(**inputs, **GREEDY, assistant=drafter, memory=store)
+    wrong: list[tuple[Callable[[], Any], str]] = [
+        (
+            lambda: target.generate(**inputs, **GREEDY, assistant=drafter, memory={}),
+            "takes a SuffixStore, not dict; give memory=SuffixStore",
+        ),
+        (lambda: attach(target, memory=True), "takes a SuffixStore"),
+        (lambda: target.generate(**inputs, **GREEDY, memory=SuffixStore()), "this call has no drafter"),
+        (lambda: SuffixStore(5), "most_bytes is 5; give 65536 or more"),
+        (lambda: SuffixStore().namespace(7), "named by a string, not 7"),  # type: ignore[arg-type]
+        (
+            lambda: other.generate(**inputs, **GREEDY, assistant=drafter, memory=store),
+            "each tokenizer a store of its own",
+        ),
+    ]
+    for call, words in wrong:
+        refused(call, (TypeError, ValueError), words)
     assert_identical(target, drafter, inputs, **GREEDY, memory=store)
 
 
@@ -390,10 +367,8 @@ def test_a_store_comes_back_from_its_file(saved: tuple[SuffixStore, Path]) -> No
         for name, text in zip(("ada", ""), texts_in(store)[:-3:-1], strict=True):
             assert text[3:6] in copied(loaded, text[:3], name)
             assert text[3:6] not in copied(loaded, text[:3], "gone")
-    again = path.with_name("again.safetensors")
-    loaded.save(again)
-    assert load_file(again).keys() == load_file(path).keys()
-    assert all(np.array_equal(one, load_file(again)[name]) for name, one in load_file(path).items())
+    loaded.save(again := path.with_name("again.safetensors"))
+    np.testing.assert_equal(load_file(again), load_file(path))
     SuffixStore().save(path)
     assert SuffixStore.load(path).tokens == 0
 
@@ -411,21 +386,18 @@ def test_a_smaller_store_takes_the_latest_texts(tmp_path: Path) -> None:
 
 def test_files_of_others_are_refused(saved: tuple[SuffixStore, Path], tmp_path: Path) -> None:
     _, path = saved
-    other = letters("lkjihgfedcba")
-    with pytest.raises(ValueError, match="holds texts of another tokenizer; give"):
-        SuffixStore.load(path, tokenizer=other)
-    with pytest.raises(ValueError, match=r"There is no file .*; SuffixStore\.save writes one"):
-        SuffixStore.load(tmp_path / "none")
-    weights = tmp_path / "weights.safetensors"
+    weights, newer = tmp_path / "weights.safetensors", tmp_path / "newer.safetensors"
     save_file({"a": np.zeros(3)}, weights)
-    with pytest.raises(ValueError, match="cannot be read as a SuffixStore"):
-        SuffixStore.load(weights)
-    content = load_file(path)
+    save_file(load_file(path), newer, {"format": "hf_dart.memory", "version": "2"})
+    for file, words in (
+        (path, "holds texts of another tokenizer; give"),
+        (tmp_path / "none", "There is no file .*; SuffixStore\\.save writes one"),
+        (weights, "cannot be read as a SuffixStore"),
+        (newer, "no SuffixStore of version 1"),
+    ):
+        refused(lambda file=file: SuffixStore.load(file, tokenizer=letters("lkjihgfedcba")), ValueError, words)
     with pytest.raises(OSError, match="No such file"):
         SuffixStore().save(tmp_path / "nowhere" / "memory")
-    save_file(content, weights, {"format": "hf_dart.memory", "version": "2"})
-    with pytest.raises(ValueError, match="no SuffixStore of version 1"):
-        SuffixStore.load(weights)
 
 
 @pytest.mark.parametrize("part", seeds(120, 3000))
@@ -436,12 +408,9 @@ def test_damaged_files(saved: tuple[SuffixStore, Path], part: range) -> None:
 
 def test_parts_that_do_not_fit_each_other_are_refused(saved: tuple[SuffixStore, Path]) -> None:
     _, path = saved
-    from safetensors import safe_open
-
     with safe_open(path, "np") as file:
         metadata = file.metadata()
-    good = load_file(path)
-    middle = len(good["tokens"]) // 2
+    good, middle = load_file(path), len(load_file(path)["tokens"]) // 2
     wrong: list[tuple[str, Any]] = [
         ("tokens", good["tokens"].astype(np.int64)),
         ("tokens", good["tokens"] * -1),
@@ -457,12 +426,10 @@ def test_parts_that_do_not_fit_each_other_are_refused(saved: tuple[SuffixStore, 
         ("seen", good["seen"] * 0),
         ("seen", good["seen"][1:]),
     ]
-    for name, array in wrong:
-        save_file({**good, name: np.ascontiguousarray(array)}, path, metadata)
-        with pytest.raises(ValueError, match=r"is damaged \(.*\); save it again"):
-            SuffixStore.load(path)
-    for names in ('["", ""]', "[1, 2]", "{}", "7", "[[", '[""]'):
-        save_file(good, path, {**metadata, "names": names})
+    changes = [({name: np.ascontiguousarray(array)}, {}) for name, array in wrong]
+    changes += [({}, {"names": names}) for names in ('["", ""]', "[1, 2]", "{}", "7", "[[", '[""]')]
+    for arrays, told in changes:
+        save_file({**good, **arrays}, path, {**metadata, **told})
         with pytest.raises(ValueError, match=r"is damaged \(.*\); save it again"):
             SuffixStore.load(path)
     save_file(good, path, metadata)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ from support.compare import run
 from support.families import HYBRIDS, WITHOUT_ATTENTION, needs_running_states
 from support.tiny import VOCABULARY, WINDOW, ReplayDrafter, ReplayState, prompts, tiny_head, tiny_target
 from support.turns import (
-    CASES,
     KINDS,
     MODES,
     RAGGED,
@@ -49,32 +49,24 @@ def conversation(target: Any, *drafters: DartHead | None) -> Tensor:
     return text
 
 
-REPRESENTATIVE = [
+STATES = product(HYBRIDS, KINDS, ([7], RAGGED), ("greedy", "eos"))
+TURNS = [
     ("llama", "static", RAGGED, "eos"),
     ("gemma3", "dynamic", RAGGED, "sampled"),
     ("mistral", "dynamic", [WINDOW - 3], "greedy"),
+    pytest.param("falcon_h1", "dynamic", RAGGED, "eos", marks=needs_running_states),
+    pytest.param("qwen3_5", "static", [7], "sampled", marks=needs_running_states),
+    pytest.param("lfm3", "dynamic", [7], "eos", marks=needs_running_states),
+    pytest.param("mamba2", "dynamic", RAGGED, "sampled", marks=needs_running_states),
+    *(
+        pytest.param(family, kind, *case, marks=[pytest.mark.matrix, needs_running_states])
+        for family, kind, *case in STATES
+        if kind == "dynamic" or family not in WITHOUT_ATTENTION
+    ),
 ]
 
 
-MORE = [pytest.param(*case, marks=pytest.mark.matrix) for case in CASES if case not in REPRESENTATIVE]
-WITH_STATES: list[Any] = [
-    ("falcon_h1", "dynamic", RAGGED, "eos"),
-    ("qwen3_5", "static", [7], "sampled"),
-    ("lfm3", "dynamic", [7], "eos"),
-    ("mamba2", "dynamic", RAGGED, "sampled"),
-]
-MORE += [pytest.param(*case, marks=needs_running_states) for case in WITH_STATES]
-MORE += [
-    pytest.param(family, kind, lengths, mode, marks=[pytest.mark.matrix, needs_running_states])
-    for family in HYBRIDS
-    for kind in KINDS
-    if kind == "dynamic" or family not in WITHOUT_ATTENTION
-    for lengths in ([7], RAGGED)
-    for mode in ("greedy", "eos")
-]
-
-
-@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), [*REPRESENTATIVE, *MORE])
+@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), TURNS)
 def test_turns_equal_stocks(family: str, kind: str, lengths: list[int], mode: str) -> None:
     assert_turns_are_stocks(family, kind, lengths, mode)
 
@@ -90,8 +82,7 @@ def test_chunks_into_a_static_cache_are_read_where_stock_would_compile(pair: tup
 
 
 def test_caches_that_do_not_fit_the_call(pair: tuple[Any, DartHead]) -> None:
-    target, head = pair
-    inputs = prompts([9])
+    (target, head), inputs = pair, prompts([9])
     options = {**MODES["greedy"], "assistant": head}
     short = StaticCache(config=target.config, max_cache_len=9 + 17 - 2)
     with pytest.raises(ValueError, match=r"room for 24 tokens and this call may need 25; .*\.$"):
@@ -197,40 +188,30 @@ def test_every_position_is_handed_over_once(family: str) -> None:
 FULL = "llama"  # its cache can be cropped
 
 
+def run_plainly(target: Any, cache: Any, ids: Tensor) -> Any:
+    with torch.no_grad():
+        target(input_ids=ids, **{CACHE: cache}, use_cache=True)
+    return cache
+
+
 def cropped_and_continued(target: Any, cache: Any, ids: Tensor) -> Any:
     """The same length again, but other tokens at the end."""
     cache.crop(-6)
-    other = (ids[:, -7:-1] + 1) % VOCABULARY
-    with torch.no_grad():
-        target(input_ids=other, **{CACHE: cache}, use_cache=True)
-    ids[:, -7:-1] = other
-    return cache
+    ids[:, -7:-1] = (ids[:, -7:-1] + 1) % VOCABULARY
+    return run_plainly(target, cache, ids[:, -7:-1])
 
 
-def continued_plainly(target: Any, cache: Any, ids: Tensor) -> Any:
-    with torch.no_grad():
-        target(input_ids=ids[:, -1:], **{CACHE: cache}, use_cache=True)
-    return cache
-
-
-def reordered(target: Any, cache: Any, ids: Tensor) -> Any:
-    order = torch.tensor([1, 0])
-    cache.reorder_cache(order)
-    ids.copy_(ids[order])
-    return cache
-
-
-def fewer_rows(target: Any, cache: Any, ids: Tensor) -> Any:
-    cache.batch_select_indices(torch.tensor([1]))
-    ids.set_(ids[1:].clone())
+def of_rows(target: Any, cache: Any, ids: Tensor, rows: list[int]) -> Any:
+    cache.batch_select_indices(torch.tensor(rows))
+    ids.set_(ids[rows].clone())
     return cache
 
 
 CHANGES: dict[str, Callable[[Any, Any, Tensor], Any]] = {
     "cropped and continued": cropped_and_continued,
-    "continued plainly": continued_plainly,
-    "reordered": reordered,
-    "fewer rows": fewer_rows,
+    "continued plainly": lambda target, cache, ids: run_plainly(target, cache, ids[:, -1:]),
+    "reordered": lambda target, cache, ids: of_rows(target, cache, ids, [1, 0]),
+    "fewer rows": lambda target, cache, ids: of_rows(target, cache, ids, [1]),
     "deep copy": lambda target, cache, ids: copy.deepcopy(cache),
     "pickle": lambda target, cache, ids: pickle.loads(pickle.dumps(cache)),
 }
@@ -257,10 +238,9 @@ def test_a_draft_that_does_not_fit_is_not_used(change: str, tail: bool, taken_up
 def test_a_draft_under_another_mask_is_not_used(taken_up: list[bool]) -> None:
     """The padding of the first turn is text in the second: the tokens are the same, and what they say is not."""
     target = attach(tiny_target(FULL))
-    head, lengths = tiny_head(target), [9, 4]
-    texts = []
+    head, texts = tiny_head(target), []
     for drafting in ({}, {"assistant": head}):
-        cache, inputs = DynamicCache(config=target.config), prompts(lengths)
+        cache, inputs = DynamicCache(config=target.config), prompts([9, 4])
         text = run(target, inputs, 0, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences
         inputs = next_turn_of({"attention_mask": torch.ones(2, 9, dtype=torch.long)}, text)
         texts.append(run(target, inputs, 1, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences)

@@ -27,66 +27,36 @@ def eagle3_config(target: Any, style: str = ORIGINAL, **changes: Any) -> dict[st
     In the format of speculators, fields of the layer stand in `transformer_layer_config`, as there.
     """
     text = target.config.get_text_config(decoder=True)
+    scored = {"draft_vocab_size": text.vocab_size, "tie_word_embeddings": False}
     layer: dict[str, Any] = {
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "hidden_size": text.hidden_size,
-        "head_dim": 8,
-        "intermediate_size": 40,
-        "max_position_embeddings": 2048,
-        "num_attention_heads": 4,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": text.vocab_size,
-    }
+        "model_type": "llama", "hidden_act": "silu", "hidden_size": text.hidden_size, "head_dim": 8,
+        "intermediate_size": 40, "max_position_embeddings": 2048, "num_attention_heads": 4, "num_hidden_layers": 1,
+        "num_key_value_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": text.vocab_size,
+    }  # fmt: skip
+    config: dict[str, Any] = {
+        **layer, **scored, "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "eos_token_id": 2,
+        "pad_token_id": 0, "torch_dtype": "float16", "transformers_version": "4.28.1", "use_cache": True,
+    }  # fmt: skip
     if style == SPECULATORS:
-        config: dict[str, Any] = {
-            "architectures": ["Eagle3Speculator"],
-            "draft_vocab_size": text.vocab_size,
-            "dtype": "float64",
-            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
-            "norm_before_residual": False,
-            **speculators_fields(target, "eagle3", 5),
-            "target_hidden_size": None,
-            "tie_word_embeddings": False,
-            "transformer_layer_config": {**layer, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-            "transformers_version": "5.19.0",
-        }
-    else:
         config = {
-            **layer,
-            "architectures": ["LlamaForCausalLM"],
-            "bos_token_id": 1,
-            "draft_vocab_size": text.vocab_size,
-            "eos_token_id": 2,
-            "initializer_range": 0.02,
-            "pad_token_id": 0,
-            "tie_word_embeddings": False,
-            "torch_dtype": "float16",
-            "transformers_version": "4.28.1",
-            "use_cache": True,
-        }
+            **scored, "architectures": ["Eagle3Speculator"], "dtype": "float64", "norm_before_residual": False,
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 3], **speculators_fields(target, "eagle3", 5),
+            "target_hidden_size": None, "transformers_version": "5.19.0",
+            "transformer_layer_config": {**layer, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        }  # fmt: skip
     if style == MODELOPT:
-        config |= {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "eagle_config": {
-                "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
-                "next_layer_regular": True,
-                "parallel_draft_heads_num_layers": None,
-                "parallel_draft_step": None,
-                "use_aux_hidden_state": True,
-                "use_input_layernorm_in_first_layer": True,
-                "use_last_layernorm": True,
-                "use_mtp_layernorm": False,
-            },
-        }
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": _EAGLE}
     if style == SPECULATORS:
         inside = {*layer, *_LAYER}
         changes = {"transformer_layer_config__" * (name in inside) + name: one for name, one in changes.items()}
     return changed(config, changes)
 
 
+_EAGLE = {
+    "eagle_aux_hidden_state_layer_ids": [0, 1, 2], "next_layer_regular": True, "use_aux_hidden_state": True,
+    "parallel_draft_heads_num_layers": None, "parallel_draft_step": None, "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True, "use_mtp_layernorm": False,
+}  # fmt: skip
 _LAYER = ("attention_bias", "mlp_bias", "layer_types", "sliding_window", "use_sliding_window", "rope_parameters",
           "rope_scaling", "rope_theta")  # fmt: skip
 

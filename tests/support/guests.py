@@ -19,33 +19,15 @@ def dflash_config(target: Any, **changes: Any) -> dict[str, Any]:
     """
     text = target.config.get_text_config(decoder=True)
     config: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
-        "attention_bias": False,
-        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-        "block_size": 6,
-        "dflash_config": {
-            "mask_token_id": text.vocab_size - 1, "target_layer_ids": list(range(text.num_hidden_layers))
-        },
-        "dtype": "float64",
-        "head_dim": 8,
-        "hidden_act": "silu",
-        "hidden_size": text.hidden_size,
-        "intermediate_size": 48,
-        "layer_types": ["full_attention"] * 2,
-        "max_position_embeddings": 256,
-        "max_window_layers": 2,
-        "model_type": "qwen3",
-        "num_attention_heads": 4,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "num_target_layers": text.num_hidden_layers,
-        "rms_norm_eps": 1e-6,
-        "rope_scaling": None,
-        "rope_theta": 1000000,
-        "sliding_window": None,
-        "transformers_version": "5.15.0",
-        "use_sliding_window": False,
-        "vocab_size": text.vocab_size,
+        "architectures": ["DFlashDraftModel"], "attention_bias": False,
+        "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "block_size": 6,
+        "dflash_config": {"mask_token_id": text.vocab_size - 1, "target_layer_ids": [*range(text.num_hidden_layers)]},
+        "dtype": "float64", "head_dim": 8, "hidden_act": "silu", "hidden_size": text.hidden_size,
+        "intermediate_size": 48, "layer_types": ["full_attention"] * 2, "max_position_embeddings": 256,
+        "max_window_layers": 2, "model_type": "qwen3", "num_attention_heads": 4, "num_hidden_layers": 2,
+        "num_key_value_heads": 2, "num_target_layers": text.num_hidden_layers, "rms_norm_eps": 1e-6,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "transformers_version": "5.15.0",
+        "use_sliding_window": False, "vocab_size": text.vocab_size,
     }
     return changed(config, changes)
 
@@ -54,9 +36,7 @@ def dflash_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Random weights, in float64, under the names of the config's format."""
     hidden, taps = config["hidden_size"], config["dflash_config"]["target_layer_ids"]
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, len(taps) * hidden),
-        "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,),
+        "fc.weight": (hidden, len(taps) * hidden), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,),
     }
     for index in range(config["num_hidden_layers"]):
         shapes |= layer_shapes(config, f"layers.{index}", hidden)

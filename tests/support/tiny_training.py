@@ -29,17 +29,9 @@ def tiny_target(dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         fields: dict[str, Any] = {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "initializer_range": 0.3,
-            "tie_word_embeddings": True,
-            "eos_token_id": 0,
-            "pad_token_id": 1,
+            "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+            "tie_word_embeddings": True, "eos_token_id": 0, "pad_token_id": 1,
         }
         return Qwen3ForCausalLM(Qwen3Config(**{**fields, **config})).to(dtype).eval()
 
@@ -59,15 +51,8 @@ def tiny_trainer(
     **arguments: Any,
 ) -> Any:
     fields: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 8,
-        "per_device_train_batch_size": 4,
-        "anchors_per_row": 6,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
+        "output_dir": str(folder), "max_steps": 8, "per_device_train_batch_size": 4, "anchors_per_row": 6,
+        "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
         "seed": 5,
     }
     settings = kind.training_arguments(**{**fields, **arguments})

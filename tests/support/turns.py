@@ -15,11 +15,10 @@ from hf_dart.decoding.api import attach
 from hf_dart.drafters.base import Proposal
 from hf_dart.models.stock_steps import CACHE, cache_name
 from support.caches import CLOSE, FP32, assert_same_cache
-from support.compare import Run, run
+from support.compare import Run, run, same
 from support.families import ROUNDS_INSIDE
-from support.tiny import PAD, WINDOW, prompts, tiny_head, tiny_target
+from support.tiny import PAD, prompts, tiny_head, tiny_target
 
-FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 RAGGED = [9, 3, 7, 13]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 17},
@@ -64,19 +63,9 @@ def assert_turns_are_stocks(
     for drafting in ((head, None), (head, head), (None, head)):
         cache, *ours = two_turns(target, KINDS[kind], lengths, drafting, MODES[mode])
         for turn, stock in zip(ours, plain, strict=True):
-            assert torch.equal(turn.sequences, stock.sequences), drafting
-            assert torch.equal(turn.state, stock.state), drafting
+            same(turn, stock)
         close = FP32 if family in ROUNDS_INSIDE else CLOSE
         assert_same_cache(cache, want, [max(lengths) - length for length in lengths], plain[1].sequences, close)
-
-
-CASES = [
-    (family, kind, lengths, mode)
-    for family in FAMILIES
-    for kind in KINDS
-    for lengths in ([WINDOW - 3], RAGGED)
-    for mode in MODES
-]
 
 
 def first_draft(target: Any, head: DartHead, inputs: dict[str, Tensor], cache: Any) -> Tensor:
