@@ -72,25 +72,18 @@ class LearnerStats:
 
 
 class _Recent:
-    """Mean of recent figures; earlier ones count less with each `add`."""
+    """Mean of recent figures, also in standard errors (0 where nothing differs); earlier ones count less."""
 
     def __init__(self) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64)  # of ones, figures and their squares
+        self.mean = self.errors = 0.0
 
     def add(self, figures: Tensor) -> None:
         """Add some figures [n]."""
         self._sums = _KEPT * self._sums + torch.stack([figures.double() ** power for power in range(3)]).sum(1)
-
-    @property
-    def mean(self) -> float:
-        """The mean."""
-        return float(self._sums[1] / self._sums[0])
-
-    @property
-    def errors(self) -> float:
-        """The mean in standard errors; 0 where nothing differs."""
-        count, variance = float(self._sums[0]), float(self._sums[2] / self._sums[0]) - self.mean**2
-        return self.mean / math.sqrt(variance / count) if variance > 0 else 0.0
+        count, total, squares = self._sums.tolist()
+        self.mean, variance = total / count, squares / count - (total / count) ** 2
+        self.errors = self.mean / math.sqrt(variance / count) if variance > 0 else 0.0
 
 
 class Learner:
@@ -154,8 +147,6 @@ class Learner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _busy=Lock())
 
-    # ---- the head -----------------------------------------------------------------------------------
-
     @host_by_default
     def attach(self, drafter: Drafter[Any]) -> None:
         """Learn from the calls that `drafter` drafts from now on; `hf_dart.attach(..., learner=)` calls it.
@@ -205,8 +196,6 @@ class Learner:
             self._fail(RuntimeError("the drafts were compiled, which goes with weights that stay"))
         return Recorder(self, session, self.memory // 4)
 
-    # ---- what the user calls ------------------------------------------------------------------------
-
     def pause(self) -> None:
         """Record and learn nothing until `resume`; the head goes on drafting as it does."""
         self.paused = True
@@ -234,7 +223,6 @@ class Learner:
         """Take one step now, whatever `share` says; returns its loss, or None where there is no text to learn from.
 
         Raises:
-            ValueError: the learner is not attached.
             Exception: whatever a step raises; the head drafts as before.
         """
         with self._busy:
@@ -252,8 +240,6 @@ class Learner:
         if self._student is None:
             raise ValueError("This Learner has no head; call attach(model, head, learner=learner) first.")
         return self._student
-
-    # ---- what calls tell ----------------------------------------------------------------------------
 
     def keep(self, segment: Segment) -> None:
         """Keep some text of a call, if there is enough of it."""
@@ -278,10 +264,8 @@ class Learner:
 
     def _fail(self, error: Exception) -> None:
         self.paused, self.failure = True, error
-        about = f"Learning is paused, and the head drafts as before: {error!r:.300}; learner.resume() goes on."
-        warnings.warn(about, stacklevel=3)
-
-    # ---- learning -----------------------------------------------------------------------------------
+        told = f"Learning is paused, and the head drafts as before: {error!r:.300}; learner.resume() goes on."
+        warnings.warn(told, stacklevel=3)
 
     def _learn(self, until: float) -> None:
         """Compare and take steps until then, as long as there is something to learn."""
@@ -289,8 +273,8 @@ class Learner:
             if self._due():
                 self._compare()
                 continue
-            often = self.stats.steps * _SPACING >= self.stats.tokens
-            if often or self.stats.learning_rate is None or not self._ring.learnt:
+            enough = self.stats.steps * _SPACING >= self.stats.tokens
+            if enough or self.stats.learning_rate is None or not self._ring.learnt:
                 return
             self._step()
 

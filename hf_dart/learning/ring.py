@@ -53,19 +53,11 @@ class Segment:
 
 
 class Ring:
-    """The latest segments, oldest out first. Threads may share it; copies and pickles are empty.
-
-    Args:
-        limit: most bytes that they take.
-
-    Attributes:
-        fresh: those that nothing was learnt from yet.
-        learnt: the others.
-    """
+    """The latest segments, in up to `limit` bytes. Threads may share it; copies and pickles are empty."""
 
     def __init__(self, limit: int) -> None:
         self.limit, self._lock = limit, Lock()
-        self.fresh: deque[Segment] = deque()
+        self.fresh: deque[Segment] = deque()  # nothing was learnt from these yet
         self.learnt: deque[Segment] = deque()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -92,10 +84,9 @@ class Ring:
     def take_fresh(self) -> list[Segment]:
         """Return the fresh segments, which are learnt from from now on."""
         with self._lock:
-            taken = [*self.fresh]
+            taken, self.fresh = self.fresh, deque()
             self.learnt.extend(taken)
-            self.fresh.clear()
-        return taken
+        return [*taken]
 
     def draw(self, count: int, generator: torch.Generator) -> list[Segment]:
         """Draw segments to learn from: half of them the latest ones, the others from all."""
@@ -109,12 +100,9 @@ class Ring:
 
 
 class Recorder:
-    """Observer of one call (`decoding.session.Observer`) that hands its verified positions on in segments.
+    """Observer of one call (`decoding.session.Observer`) that hands its verified positions to a learner, in segments.
 
-    Args:
-        learner: the [`Learner`] that takes them.
-        session: the call.
-        room: bytes that unfinished segments may take; rows that do not fit are left out.
+    Unfinished segments may take `room` bytes; rows that do not fit are left out.
     """
 
     def __init__(self, learner: Any, session: Session, room: int) -> None:
@@ -171,6 +159,7 @@ class Recorder:
         self._width += seen.next_tokens.shape[1]
         if self._width >= SEGMENT:
             self._close()
+
     def _close(self) -> None:
         """Hand on the positions since the last segment, of each row."""
         rows, self._rows, self._width = self._rows, [], 0

@@ -38,11 +38,7 @@ def trained_names(drafter: Any) -> list[str]:
 
 
 class Student:
-    """A head that learns beside the one that drafts, which changes only when it takes the weights over (`use`).
-
-    Args:
-        head: the drafter; it keeps its mode, gradients and what requires them.
-    """
+    """A head that learns beside the one that drafts, which changes only when it takes the weights over (`use`)."""
 
     def __init__(self, head: Any) -> None:
         self.head, self.names = head, trained_names(head)
@@ -76,8 +72,6 @@ class Student:
     def use(self, learnt: bool) -> None:
         """Let the head draft with what was learnt, or as it did at first."""
         self._copy(self.learnt if learnt else self.frozen, self.head)
-
-    # ---- learning -----------------------------------------------------------------------------------
 
     def step(self, segments: Sequence[Segment], rate: float) -> float:
         """Take one step of AdamW on blocks drawn from some segments; return their mean loss, in nats.
@@ -123,15 +117,13 @@ class Student:
         head = self.head
         with torch.no_grad():
             if best is not None:
-                shape = (*states.shape[:-1], head.config.vocab_size)
-                logits = states.new_full(shape, _IMPOSSIBLE).scatter(-1, best, states)
+                blank = states.new_full((*states.shape[:-1], head.config.vocab_size), _IMPOSSIBLE)
+                logits = blank.scatter(-1, best, states)
             elif head.lm_head is None:  # drafts are read by the target's
                 return head.logits(states)
             else:
                 logits = where_it_runs(head.shared.lm_head, states)
         return logits if head.draft_vocabulary is None else logits[..., head.draft_vocabulary]
-
-    # ---- comparing ----------------------------------------------------------------------------------
 
     @torch.no_grad()
     def expected(self, segments: Sequence[Segment], stride: int, heads: Sequence[Any]) -> Tensor:
@@ -161,8 +153,6 @@ class Student:
             else:
                 accepted.append((drafted.argmax(-1) == own).cummin(-1).values.sum(-1))
         return torch.cat(accepted).float().cpu()
-
-    # ---- batches ------------------------------------------------------------------------------------
 
     def _batch(self, segments: Sequence[Segment]) -> dict[str, Any]:
         """Rows [B, T] of segments: `features`, `input_ids`, `documents`, `loss_mask`, and `goals` for all positions."""

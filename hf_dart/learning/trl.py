@@ -27,8 +27,7 @@ class DrafterCallback(TrainerCallback):
     Args:
         trainer: of which every process has its own drafter, learner and memory.
         drafter: for the trainer's policy, such as `load_drafter(path, target=trainer.model)`.
-        learner: keeps the drafter up with the policy; None leaves it as it is.
-        memory: a [`SuffixStore`] of completions, which later epochs copy from; None for none.
+        learner, memory: as for [`attach`]; a memory is of completions, which later epochs copy from.
 
     Raises:
         TypeError: the trainer is another one, or an argument is none of its kind.

@@ -40,10 +40,7 @@ class Patience(EarlyStoppingCallback):
 
 
 class WholeCheckpoints(Trainer):
-    """A `Trainer` of a drafter of a frozen target.
-
-    A run goes on from its newest checkpoint that is whole, and from checkpoints of its own drafter alone.
-    """
+    """A `Trainer` that goes on from its newest checkpoint that is whole, and from those of its own drafter alone."""
 
     drafter: Any
     target: PreTrainedModel
@@ -61,8 +58,14 @@ class WholeCheckpoints(Trainer):
             checkpoint = newest_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
         if isinstance(checkpoint, (str, Path)):
             check_checkpoint(checkpoint, self.drafter, self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        with _frozen(self.target):
+        # The draft's gradients pass through the target's LM head.
+        trainable = [weight for weight in self.target.parameters() if weight.requires_grad]
+        try:
+            self.target.requires_grad_(False)
             return super().train(checkpoint, **kwargs)
+        finally:
+            for weight in trainable:
+                weight.requires_grad_(True)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         # `Trainer` takes a step before it checks whether any is left.
@@ -133,8 +136,7 @@ def newest_checkpoint(run: str | Path) -> str | None:
 def check_checkpoint(checkpoint: str | Path, drafter: Any, sharded: bool = False) -> None:
     """Compare a checkpoint with the drafter that is to be trained on from it, before any of it is loaded.
 
-    Args:
-        sharded: optimizer and weights are files of FSDP's or DeepSpeed's, which are not looked at.
+    Optimizer and weights are not looked at where they are `sharded` files of FSDP's or DeepSpeed's.
 
     Raises:
         ValueError: a part of it is missing or damaged, or is that of another run.
@@ -183,16 +185,3 @@ def _readable(checkpoint: str | Path | None) -> Iterator[None]:
             f"{checkpoint} cannot be resumed ({sentence(error).rstrip('.')}); {_BEGUN_WITH}, or from another "
             "checkpoint."
         ) from error
-
-
-@contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
-    """No gradients for the target's weights, though the draft's gradients pass through its LM head."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)

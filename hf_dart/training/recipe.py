@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import yaml
@@ -22,19 +22,14 @@ from hf_dart.training.trainers.trainer import DrafterTrainer
 
 @dataclass(frozen=True)
 class Recipe:
-    """The options of one run of `hf-dart train`.
-
-    Attributes:
-        target, head, lora, data, training: the options by what they are about.
-        given: those that are others than the default, by name, for `yaml.safe_dump`; tokens of the Hub left out.
-    """
+    """The options of one run of `hf-dart train`, by what they are about."""
 
     target: TargetArguments
     head: DrafterArguments
     lora: LoraArguments
     data: DataArguments
     training: DrafterTrainingArguments
-    given: dict[str, Any]
+    given: dict[str, Any]  # those that are others than the default, by name; tokens of the Hub left out
 
 
 class _Parser(HfArgumentParser):
@@ -47,8 +42,7 @@ def trainer_of(drafter: str) -> type[DrafterTrainer[Any]]:
     known = trainers()
     if drafter not in known:
         raise ValueError(f"drafter is {drafter!r}; give one of {', '.join(sorted(known))}.")
-    module, _, name = known[drafter][1].partition(":")
-    return getattr(import_module(module), name)
+    return resolve_name(known[drafter][1])
 
 
 def _groups(drafter: str) -> tuple[type, ...]:

@@ -13,28 +13,19 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
 def last_evaluation(logs: list[dict[str, float]]) -> dict[str, float] | None:
-    """Collect all that was logged by the last evaluation, callbacks included; None if there was none.
-
-    Args:
-        logs: the `log_history` of a `TrainerState`.
-    """
+    """Collect all that the last evaluation in a `log_history` logged, callbacks included; None if there was none."""
     evaluations = [logged for logged in logs if any(name.startswith("eval_") for name in logged)]
     of_last_step = [logged for logged in evaluations if logged["step"] == evaluations[-1]["step"]]
     return {name: value for logged in of_last_step for name, value in logged.items()} or None
 
 
 def training_record(trainer: Any) -> dict[str, Any]:
-    """Describe what a run has done so far; what is not known is left out.
-
-    Args:
-        trainer: a `DrafterTrainer`.
+    """Describe what the run of a `DrafterTrainer` has done so far; what is not known is left out.
 
     Returns:
         loss: the preset's name; objective: every field of it; steps: optimizer steps that the weights have seen;
-        tokens: of all rows read, padding left out; rows_per_step, anchors_per_row; evaluation: the weights' last
-        metrics; optimizer, learning_rate, schedule, seed; precision: of autocast; processes, hardware, versions;
-        options of that kind of drafter alone; dtypes of weights and target; recipe: the options that `hf-dart train`
-        was given, tokens of the Hub and local folders left out.
+        tokens: of all rows read; evaluation: the weights' last metrics; precision: of autocast; recipe: the options
+        that `hf-dart train` was given, tokens of the Hub and local folders left out; and fields named as options.
     """
     args, state, recipe = trainer.args, trainer.state, trainer.recipe
     step, logs = state.global_step, state.log_history

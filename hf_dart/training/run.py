@@ -30,10 +30,7 @@ from hf_dart.trees.config import TreeConfig
 
 FINAL = "final"
 """Folder of a run that holds the trained head."""
-
-# What a run leaves that ended before its first checkpoint was whole.
-_OF_NO_USE = {"recipe.yaml", "runs", "logs"}
-
+_OF_NO_USE = {"recipe.yaml", "runs", "logs"}  # what a run leaves that ended before its first checkpoint was whole
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
 
 
@@ -137,17 +134,15 @@ def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
 
 def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     """Return the model and its tokenizer."""
-    words = arguments.quantization
-    options = {
+    options: dict[str, Any] = {
         "attn_implementation": arguments.attn_implementation,
         "revision": arguments.target_revision,
-        "quantization_config": words and json_object("quantization", words, '{"load_in_4bit": true}'),
     }
-    whole = None if device.type == "cpu" else {"": device}
+    if arguments.quantization:
+        options["quantization_config"] = json_object("quantization", arguments.quantization, '{"load_in_4bit": true}')
     given = {name: value for name, value in options.items() if value is not None}
-    return load_target(
-        arguments.target, arguments.dtype, arguments.device_map or whole, tokenizer=arguments.tokenizer, **given
-    )
+    places = arguments.device_map or (None if device.type == "cpu" else {"": device})
+    return load_target(arguments.target, arguments.dtype, places, tokenizer=arguments.tokenizer, **given)
 
 
 def _head(

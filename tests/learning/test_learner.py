@@ -112,7 +112,9 @@ def test_every_text_is_stocks(target: Any, layers: str) -> None:
         mode = GREEDY if seed == 2 else SAMPLED
         assert_identical(target, head, prompts(RAGGED, seed=seed), seed=seed, **mode, **more)
         taus.append(head.last_stats.tau)
+        assert [*learner._ring.learnt, *learner._ring.fresh][-1].temperature == (seed != 2)
     teach(learner, target, head)
+    serve(target, head, range(3), max_new_tokens=1)  # too short to learn from
     assert learner.failure is None
     assert learner.stats.learnt
     assert learner.stats.steps > 20
@@ -159,7 +161,7 @@ def test_errors_in_a_step(target: Any, head: DartHead, monkeypatch: pytest.Monke
     assert learner.failure is None
 
 
-def test_calls_in_threads(target: Any, head: DartHead) -> None:
+def test_calls_in_threads_and_in_inference_mode(target: Any, head: DartHead) -> None:
     learner = learning(target, head)
     inputs = [prompts(RAGGED, seed=seed) for seed in range(4)]
     stock = [target.generate(**one, **GREEDY).tolist() for one in inputs]
@@ -169,17 +171,12 @@ def test_calls_in_threads(target: Any, head: DartHead) -> None:
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(call, range(4)))
-    assert learner.failure is None
-    assert learner.stats.steps
-
-
-def test_inference_mode(target: Any, head: DartHead) -> None:
-    learner = Learner(**FAST)
-    learner.attach(head)
+    steps = learner.stats.steps
+    assert steps
     with torch.inference_mode():
         serve(target, head, range(4))
     assert learner.failure is None
-    assert learner.stats.steps
+    assert learner.stats.steps > steps
 
 
 # ---- what it leaves alone ----------------------------------------------------------------------------------
@@ -335,16 +332,6 @@ def test_a_pause_within_a_call_leaves_no_gap_in_a_text(target: Any, head: DartHe
     assert kept == text[0, -len(kept) :].tolist()
 
 
-def test_greedy_and_short_texts(target: Any, head: DartHead) -> None:
-    learner = learning(target, head, share=0)
-    kept = len(learner._ring.fresh)
-    serve(target, head, range(3), max_new_tokens=1)
-    serve(target, head, range(3), **GREEDY)
-    assert [one.temperature for one in learner._ring.fresh][-1] == 0
-    assert len(learner._ring.fresh) > kept
-    assert 1 < 1 + float(learner._student.expected(learner._ring.fresh, 4, [head]).mean()) < 6  # type: ignore[union-attr]
-
-
 # ---- what it learns ----------------------------------------------------------------------------------------
 
 
@@ -464,54 +451,39 @@ def test_saved_heads_load(target: Any, head: DartHead, rank: int | None, tmp_pat
 # ---- refusals ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "about"),
-    [
-        ({"share": 1.5}, "share is 1.5"),
-        ({"share": -0.1}, "share is -0.1"),
-        ({"every": 0}, "every is 0"),
-        ({"lora_rank": 0}, "lora_rank is 0"),
-        ({"learning_rates": ()}, "learning_rates is"),
-        ({"memory": 100}, "memory"),
-    ],
-)
-def test_bad_options(target: Any, head: DartHead, options: dict[str, Any], about: str) -> None:
-    with pytest.raises(ValueError, match=about) as refused:
-        attach(target, head, learner=Learner(**options))
-    one_sentence(refused)
-    assert head.observers == ()
-
-
-def test_heads_that_cannot_learn(target: Any, head: DartHead) -> None:
+def test_heads_and_options_that_are_refused(target: Any, head: DartHead) -> None:
     attach(target)
     compiled = tiny_head(target)
     hf_dart.compile(target, compiled, backend=None)
     quantised = tiny_head(target)
     quantised.fc.weight = torch.nn.Parameter(quantised.fc.weight.detach().to(torch.int8), requires_grad=False)
-    cases: list[tuple[Any, str]] = [
-        (LookupDrafter(), "LookupDrafter has no weights"),
-        (tiny_diffusion_drafter(target), "DiffusionDrafter is trained by hf-dart train"),
-        (tiny_head(target).requires_grad_(False), "frozen"),
-        (compiled, "compiled"),
-        (quantised, "quantised"),
-        (None, "learner= trains the drafter"),
+    other = tiny_head(target)
+    learner = learning(target, other)
+    cases: list[tuple[Any, Callable[[], Any], str]] = [
+        (LookupDrafter(), Learner, "LookupDrafter has no weights"),
+        (tiny_diffusion_drafter(target), Learner, "DiffusionDrafter is trained by hf-dart train"),
+        (tiny_head(target).requires_grad_(False), Learner, "frozen"),
+        (compiled, Learner, "compiled"),
+        (quantised, Learner, "quantised"),
+        (None, Learner, "learner= trains the drafter"),
+        (head, lambda: torch.optim.Adam(head.parameters()), "takes a hf_dart.Learner, not Adam"),
+        (head, lambda: learner, "has a head already"),
+        (head, lambda: Learner(lora_rank=4), "in no folder"),
+        (head, lambda: Learner(share=1.5), "share is 1.5"),
+        (head, lambda: Learner(share=-0.1), "share is -0.1"),
+        (head, lambda: Learner(every=0), "every is 0"),
+        (head, lambda: Learner(lora_rank=0), "lora_rank is 0"),
+        (head, lambda: Learner(learning_rates=()), "learning_rates is"),
+        (head, lambda: Learner(memory=100), "memory"),
     ]
-    for drafter, about in cases:
+    for drafter, make, about in cases:
         with pytest.raises((ValueError, TypeError), match=about) as refused:
-            attach(target, drafter, learner=Learner())
+            attach(target, drafter, learner=make())
         one_sentence(refused)
         assert drafter is None or drafter.observers == ()
-    with pytest.raises(TypeError, match=r"takes a hf_dart.Learner, not Adam") as refused:
-        attach(target, head, learner=torch.optim.Adam(head.parameters()))
-    one_sentence(refused)
     with pytest.raises(TypeError, match="memory"):
         attach(target, head, learner=Learner(), memory=3)
     assert head.observers == ()
-    with pytest.raises(ValueError, match="in no folder"):
-        attach(target, head, learner=Learner(lora_rank=4))
-    learner = learning(target, head)
-    with pytest.raises(ValueError, match="has a head already"):
-        attach(target, tiny_head(target), learner=learner)
     for act in (Learner().step, lambda: Learner().save("x"), lambda: Learner().idle(1)):
         with pytest.raises(ValueError, match="has no head"):
             act()

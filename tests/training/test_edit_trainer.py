@@ -152,7 +152,7 @@ def test_training(editor_only: bool, tmp_path: Path) -> None:
 
 def test_metrics_are_those_of_their_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taus = iter((1.5, 2.5))
-    monkeypatch.setattr("hf_dart.training.trainers.trainer.draft_figures", lambda counts: {"tau": next(taus)})
+    monkeypatch.setattr("hf_dart.training.trainers.evaluation.draft_figures", lambda counts: {"tau": next(taus)})
     found = trainer_of(tmp_path, editing_head(TARGET)).evaluate()
     assert (found["eval_tau"], found["eval_tau_edited"]) == (1.5, 2.5)
 

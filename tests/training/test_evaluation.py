@@ -216,7 +216,7 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
         weights.append({name: value.clone() for name, value in head.state_dict().items()})
         return {"tau": next(taus)}
 
-    monkeypatch.setattr("hf_dart.training.trainers.trainer.draft_figures", figures)
+    monkeypatch.setattr("hf_dart.training.trainers.evaluation.draft_figures", figures)
     trainer.train()
     assert trainer.state.global_step == 4
     assert trainer.state.best_metric == 2.0

@@ -55,18 +55,13 @@ def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> A
 class ChatFormat:
     """Rendering of conversations as text, and of text as token ids.
 
-    Args:
-        tokenizer: a fast tokenizer.
-        template: a chat template instead of the tokenizer's own.
-        enable_thinking: handed to the template; None leaves it out.
-
     Raises:
         ValueError: there is no template.
     """
 
-    tokenizer: Any
-    template: str | None = None
-    enable_thinking: bool | None = None
+    tokenizer: Any  # a fast one
+    template: str | None = None  # instead of the tokenizer's own
+    enable_thinking: bool | None = None  # handed to the template; None leaves it out
 
     def __post_init__(self) -> None:
         if not (self.template or self.tokenizer.chat_template):
@@ -94,9 +89,8 @@ class ChatFormat:
         """
         template = self.tokenizer.get_chat_template(self.template, tools)
         if marked and re.search(r"\{%-?\s*generation\s*-?%\}", template):
-            found = self._apply(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tools=tools
-            )
+            asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+            found = self._apply(messages, tools=tools, **asked)
             return [(np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool))]
         render = partial(self.render, tools=tools)
         if not marked:

@@ -25,25 +25,15 @@ _FORMATS = {
 
 
 class Source(NamedTuple):
-    """Documents as they were found.
+    """Documents as they were found, and the names of their fields."""
 
-    Attributes:
-        name: for messages.
-        documents: a `datasets.Dataset` or `datasets.IterableDataset`.
-        columns: its fields.
-    """
-
-    name: str
-    documents: Any
+    name: str  # for messages
+    documents: Any  # a `datasets.Dataset` or `datasets.IterableDataset`
     columns: list[str]
 
 
 def datasets_library() -> Any:
-    """Return the module `datasets`, which only training needs.
-
-    Raises:
-        ValueError: it is not installed.
-    """
+    """Return the module `datasets`, which only training needs, or raise a `ValueError` where it is not installed."""
     try:
         import datasets
     except ImportError as error:
@@ -67,13 +57,9 @@ def group_files(names: Iterable[str]) -> list[list[str]]:
 
 
 def open_source(
-    names: Sequence[str],
-    *,
-    split: str = "train",
-    eos: int | None = None,
-    streaming: bool = False,
+    names: Sequence[str], *, split: str = "train", eos: int | None = None, streaming: bool = False,
     cache_dir: str | None = None,
-) -> Source:
+) -> Source:  # fmt: skip
     """Open a file, a folder with files of one ending, a pattern, or a dataset of the Hub.
 
     Args:

@@ -15,27 +15,16 @@ from hf_dart.training.data.packing import Document, Packer
 
 @dataclass(frozen=True)
 class Encoder:
-    """Raw documents to packed rows.
+    """Raw documents to packed rows, which are cached under all of these fields."""
 
-    Args:
-        kind: "input_ids", "messages", "completion" (text after a prompt) or "text".
-        columns: the field that holds it, and others that are read.
-        tokenizer: the target's.
-        chat: how conversations become text; None where there are none.
-        all_tokens: train on everything, not only on what the assistant or the target wrote.
-        pack: documents to rows.
-        source: for messages.
-        version: of this package; rows are cached under all of these fields.
-    """
-
-    kind: str
-    columns: Sequence[str]
+    kind: str  # "input_ids", "messages", "completion" (text after a prompt) or "text"
+    columns: Sequence[str]  # the field that holds it, and others that are read
     tokenizer: Any
-    chat: ChatFormat | None
-    all_tokens: bool
+    chat: ChatFormat | None  # how conversations become text
+    all_tokens: bool  # train on everything, not only on what the assistant or the target wrote
     pack: Packer
-    source: str
-    version: str = ""
+    source: str  # for messages
+    version: str  # of this package
 
     @property
     def name(self) -> str:

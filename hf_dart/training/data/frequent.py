@@ -10,11 +10,10 @@ from torch import Tensor
 
 
 def token_counts(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
-    """Count the tokens [V] of `rows` that may be drafted.
+    """Count the tokens [V] of `rows` that may be drafted: no padding, and none outside of a `loss_mask`.
 
     Args:
-        rows: as those of `training.PackedTokens`: `input_ids` [T] and, where rows are padded, `documents` [T], -1 for
-            padding; those outside of a `loss_mask` [T] are not counted.
+        rows: as those of `training.PackedTokens`; `documents` may be missing where rows are not padded.
         vocab_size: V of the target.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)

@@ -49,9 +49,8 @@ def image_row(inputs: Mapping[str, Tensor], sequence: Tensor) -> dict[str, Any]:
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return a batch of rows: those of one length are stacked, those with images (`image_row`) padded to the longest.
 
-    Returns:
-        With images: `input_ids`, `documents` [B, T] (-1 in padding), `loss_mask` [B, T], and `beside`: of marks of
-        tokens [B, T], of all other inputs those of all rows along their first axis, as processors give them.
+    `documents` are -1 in padding. `beside` has marks of tokens [B, T], and of all other inputs those of all rows along
+    their first axis, as processors give them.
     """
     if not any("beside" in row for row in rows):
         return default_data_collator(list(rows))

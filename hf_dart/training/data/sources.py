@@ -146,8 +146,7 @@ def pack_dataset(
             f"The dataset has the fields {', '.join(map(repr, source.columns))}, which are no packed rows; pass "
             "processing_class=tokenizer, so that they can be tokenized."
         )
-    streaming = not hasattr(documents, "__len__")
-    arguments = DataArguments(train_data=[source.name], max_length=max_length, streaming=streaming)
+    arguments = DataArguments([source.name], max_length=max_length, streaming=not hasattr(documents, "__len__"))
     _check_tokenizer(tokenizer, config)
     documents, encoder = encoded(arguments, source, tokenizer, draft_length)
     _keep_template(config, [encoder])
@@ -174,11 +173,7 @@ def _keep_template(config: DartConfig | None, encoders: Sequence[Encoder]) -> No
 def open_encoded(
     arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
 ) -> tuple[Any, Encoder]:
-    """Return the documents of a source (`open_source`), and what makes rows of them.
-
-    Raises:
-        ValueError: the source cannot be read, or has no field to read.
-    """
+    """Return the documents of a source (`open_source`), and what makes rows of them."""
     if len(tokenizer) > 2**16 and any(name.endswith(".bin") for name in names):
         raise ValueError(
             f"{names[0]} holds ids of 16 bits, and this tokenizer has {len(tokenizer)} tokens; give rows of input_ids, "
@@ -202,16 +197,10 @@ def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_leng
             template = read_text(template, "the chat template ")
         chat = ChatFormat(tokenizer, template, arguments.enable_thinking)
     columns = [field_name, *(name for name in beside if name in source.columns)]
-    return source.documents.select_columns(columns), Encoder(
-        kind=kind,
-        columns=columns,
-        tokenizer=tokenizer,
-        chat=chat,
-        all_tokens=arguments.train_on == "all",
-        pack=Packer(arguments.max_length, draft_length, arguments.packing, tokenizer.bos_token_id),
-        source=source.name,
-        version=__version__,
-    )
+    pack = Packer(arguments.max_length, draft_length, arguments.packing, tokenizer.bos_token_id)
+    everything = arguments.train_on == "all"
+    encoder = Encoder(kind, columns, tokenizer, chat, everything, pack, source.name, __version__)
+    return source.documents.select_columns(columns), encoder
 
 
 def _field(arguments: DataArguments, source: Source) -> tuple[str, str]:

@@ -184,16 +184,12 @@ def target_positions(anchors: Tensor, draft_length: int) -> Tensor:
 def labels_after(
     ids: Tensor, documents: Tensor, rows: Tensor, positions: Tensor, loss_mask: Tensor | None = None
 ) -> Tensor:
-    """Return the token after each position, `NO_LABEL` where its document ends there.
+    """Return the token after each position [N, d], `NO_LABEL` where its document ends there.
 
     Args:
         ids, documents: [B, T].
-        rows: [N, 1] of 0..B-1.
-        positions: [N, d] of 0..T-1, as `target_positions` gives them.
+        rows, positions: [N, 1] of 0..B-1, and [N, d] of 0..T-1, as `target_positions` gives them.
         loss_mask: [B, T] bool as for `draw_anchors`; from the first token outside on there are no labels.
-
-    Returns:
-        [N, d]
     """
     after = (positions + 1).clamp(max=ids.shape[1] - 1)
     inside = (after > positions) & (documents[rows, after] == documents[rows, positions])

@@ -13,14 +13,10 @@ from hf_dart.training.objective.blocks import Blocks, build_blocks, target_posit
 
 def head_blocks(head: DartHead, inputs: dict[str, Any]) -> Blocks:
     """Positions and masks of the blocks of a batch (`documents` [B, T], `anchors` [B, K]), as its config asks."""
-    config = head.config
+    config, packed = head.config, (inputs["documents"], inputs["anchors"])
+    both = config.block_attention == "bidirectional"
     return build_blocks(
-        inputs["documents"],
-        inputs["anchors"],
-        config.draft_length,
-        config.block_attention == "bidirectional",
-        injected=config.inject_features,
-        shifted=config.shift_logits,
+        *packed, config.draft_length, both, injected=config.inject_features, shifted=config.shift_logits
     )
 
 

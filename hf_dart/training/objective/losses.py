@@ -45,12 +45,9 @@ def lk_divergence(draft_logits: Tensor, target_logits: Tensor, acceptance: Tenso
     """Mixture that goes from KL to total variation as the draft gets better (hybrid LK loss, arXiv 2602.23881).
 
     Args:
-        draft_logits, target_logits: [n, d, V].
+        draft_logits, target_logits: [n, d, V]; losses are [n, d].
         acceptance: [d] the mean of exp(`log_acceptance`) per depth over a batch, without gradient.
         eta: the share of KL is exp(-eta acceptance).
-
-    Returns:
-        [n, d]
     """
     draft, target = log_probabilities(draft_logits), log_probabilities(target_logits)
     share = (-eta * acceptance).exp()
@@ -88,10 +85,6 @@ def annealed_kl(draft_logits: Tensor, target_logits: Tensor, gamma: float = 0.6)
 
     A draft token is worth nothing once an earlier one was wrong; gamma is about the chance that it was right.
 
-    Args:
-        draft_logits, target_logits: [n, d, V].
-        gamma: weight of a draft token relative to the one before.
-
     Returns:
         [n] weighted mean KL(target || draft) of each block.
     """
@@ -106,11 +99,7 @@ def dpace_weights(losses: Tensor, labels: Tensor, alpha: float = 0.5) -> Tensor:
     with alpha 1 the weights are d, d - 1, ..., 1.
 
     Args:
-        losses: [n, d] as `cross_entropy` gives them; no gradient goes through the weights.
-        labels: [n, d].
-
-    Returns:
-        [n, d]; 0 where nothing is known.
+        losses, labels: [n, d] as for `cross_entropy`; no gradient goes through the weights [n, d].
     """
     known = _known(labels)
     survival = torch.where(known, ((1 - alpha) * (-losses.detach()).exp() + alpha).log(), 0).cumsum(-1).exp()

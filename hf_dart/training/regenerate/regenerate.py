@@ -65,10 +65,9 @@ def _conversations(documents: Any, encoder: Encoder) -> Iterator[tuple[list[Mess
 
 
 def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write down how the text is made, or check that the text in the folder was made so.
+    """Write down how the text in a folder is made, or check that it was made so.
 
     Args:
-        folder: of the output; made if need be.
         settings: all that the text and its files depend on.
         about: what else is worth knowing: versions, the head.
 
@@ -121,11 +120,9 @@ def regenerate(
     """Write one shard of the rows, every n-th, to a file of its own; what is there stays, and the rest is added.
 
     Args:
-        sources: as `open_sources` gives them.
-        model: the target.
+        sources, folder: as `open_sources` gives them and `begin` leaves it.
+        model, settings: what writes, and what is written.
         head: drafts for it; None drafts nothing. The text is the same.
-        settings: what is written.
-        folder: of the output, as `begin` leaves it.
         shard: its number i, from 1 on, and n. The shards of a folder, or of several, together hold the rows of (1, 1).
         seats: rows that are written at a time.
         rows: of all shards together, the first so many; None for all.

@@ -56,19 +56,12 @@ class Row(NamedTuple):
 
 @dataclass
 class Writer:
-    """A target that writes rows, which several threads may ask for at a time.
+    """A target that writes rows, which several threads may ask for at a time."""
 
-    Args:
-        batcher: of the target, and of the drafter that drafts for it.
-        ends: the tokens that end a text.
-        settings: what is written.
-        memory: of what was written, which is drafted from, too; None for none.
-    """
-
-    batcher: Batcher
-    ends: set[int]
+    batcher: Batcher  # of the target, and of the drafter that drafts for it
+    ends: set[int]  # the tokens that end a text
     settings: RegenerateSettings
-    memory: SuffixStore | None = None
+    memory: SuffixStore | None = None  # of what was written, which is drafted from, too
 
     def record(self, row: Row) -> dict[str, Any] | None:
         """Return a row as it is written; None where there was no room for a reply.

@@ -1,7 +1,4 @@
-"""The options of a training run, each described once: of the trainer, and for `hf-dart train` of target and drafter.
-
-`HfArgumentParser` reads the annotations and makes a flag of every field; a recipe has the same names.
-"""
+"""The options of a training run, of which `HfArgumentParser` makes flags: trainer's, and `hf-dart train`'s own."""
 
 from __future__ import annotations
 
@@ -49,10 +46,14 @@ class DrafterArguments:
 
     def config(self) -> dict[str, Any]:
         """Return the fields of the config that were given."""
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("drafter", "head")}
+        given = _given(self, [one.name for one in fields(self) if one.name not in ("drafter", "head")])
         if self.tree is not None:
             given["tree"] = json_object("tree", self.tree, '{"nodes": 16}')
-        return {name: value for name, value in given.items() if value is not None}
+        return given
+
+
+def _given(arguments: Any, names: list[str]) -> dict[str, Any]:
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def json_object(name: str, text: str, example: str) -> dict[str, Any]:
@@ -119,11 +120,9 @@ class DrafterTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise bf16 would require a GPU
-        if self.early_stopping_patience == 0:
-            self.early_stopping_patience = None
+        self.early_stopping_patience = self.early_stopping_patience or None
         if self.early_stopping_patience is not None:
-            if self.metric_for_best_model is None:
-                self.metric_for_best_model = "tau"
+            self.metric_for_best_model = self.metric_for_best_model or "tau"
             self.load_best_model_at_end = True
         counted = str(self.include_num_input_tokens_seen).lower()
         self.include_num_input_tokens_seen = {"true": "all", "false": "no"}.get(counted, counted)
@@ -139,8 +138,7 @@ class DrafterTrainingArguments(TrainingArguments):
     @property
     def objective(self) -> Objective:
         """The preset with the fields that were given."""
-        given = {one.name: getattr(self, one.name) for one in fields(Objective)}
-        return replace(PRESETS[self.loss], **{name: value for name, value in given.items() if value is not None})
+        return replace(PRESETS[self.loss], **_given(self, [one.name for one in fields(Objective)]))
 
 
 @dataclass

@@ -18,16 +18,14 @@ from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
 from hf_dart.trees.vocabulary import token_ids
 
 _CANDIDATES = 32  # tokens per depth that a selector learns to rank
-_CERTAIN = 1e4
-"""A logit next to which all others vanish."""
+_CERTAIN = 1e4  # a logit next to which all others vanish
 
 
 class DartTrainer(DrafterTrainer[DartHead]):
     """Trainer of a [`DartHead`], which learns to draft for its target.
 
     Args:
-        head: as `DartHead.from_target(target)` or `from_pretrained(..., target=target)` gives it.
-        target, args, kwargs: as for [`DrafterTrainer`]; `args` are [`DartTrainingArguments`].
+        head, target, args, kwargs: as for [`DrafterTrainer`]; `args` are [`DartTrainingArguments`].
 
     Raises:
         ValueError: the head does not fit the target, or what `args` ask for could not be trained or saved.
@@ -38,7 +36,19 @@ class DartTrainer(DrafterTrainer[DartHead]):
     takes_images = True
 
     def __init__(self, head: DartHead, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any) -> None:
-        _choose_trained(head, args)
+        if args.selector_only:
+            if head.selector is None:
+                raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
+            if head.adapted:
+                raise ValueError("An adapter would be saved without the selector; merge it into its head first.")
+            head.requires_grad_(False)
+            head.selector.requires_grad_(True)
+            if args.ddp_find_unused_parameters is None:
+                args.ddp_find_unused_parameters = False  # as for an LM head of its own
+        else:  # freeze what the losses do not reach
+            for part in (head.selector, head.editor):
+                if part is not None:
+                    part.requires_grad_(False)
         super().__init__(head, target, args, **kwargs)
         if self.is_fsdp_enabled and args.selector_only:
             # Its gradients arise outside the forward that FSDP gathers the weights for.
@@ -91,20 +101,3 @@ class DartTrainer(DrafterTrainer[DartHead]):
         tokens, places = torch.cat([before[..., None], candidates], dim=-1).unique(return_inverse=True)
         delta = head.selector(hidden, own, head.embed(tokens), places[..., :1], places[..., 1:])
         return annealed_kl(ranked + delta[..., 0, :], wanted, self.args.objective.gamma).sum()
-
-
-def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:
-    """Freeze the parts that the losses do not reach."""
-    if args.selector_only:
-        if head.selector is None:
-            raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
-        if head.adapted:
-            raise ValueError("An adapter would be saved without the selector; merge it into its head first.")
-        head.requires_grad_(False)
-        head.selector.requires_grad_(True)
-        if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = False  # as for an LM head of its own
-    else:
-        for part in (head.selector, head.editor):
-            if part is not None:
-                part.requires_grad_(False)

@@ -62,14 +62,7 @@ class DiffusionTrainingArguments(DrafterTrainingArguments):
 class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
     """Trainer of a [`DiffusionDrafter`], which learns to draft for its target.
 
-    Evaluations draft in one step: their blocks are all masked.
-
-    Args:
-        drafter: as `DiffusionDrafter.from_target(target)` or `from_pretrained(..., target=target)` gives it.
-        target, args, kwargs: as for [`DrafterTrainer`].
-
-    Raises:
-        ValueError: the drafter does not fit the target, or has embeddings of its own.
+    Evaluations draft in one step: their blocks are all masked. Arguments and errors are those of [`DrafterTrainer`].
     """
 
     drafter_arguments = (DiffusionArguments,)
@@ -109,11 +102,8 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
         length, window = self.drafter.draft_length, self.drafter.config.context_window
         blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, window=window)
-        entries = {
-            "tokens": torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1),
-            "features": features[:, :-1],
-            "positions": blocks.positions,
-        }
+        tokens = torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1)
+        entries = {"tokens": tokens, "features": features[:, :-1], "positions": blocks.positions}
         if self.reads_text:
             states = model(**entries, attention_mask=blocks.mask)
             inputs["text_states"] = states[:, : ids.shape[1] - 1]
@@ -164,8 +154,7 @@ def revealed_loss(
 
     Args:
         logits: hidden states [..., H] to logits [..., V].
-        hidden, labels, masked: [n, d, H], [n, d], [n, d] bool.
-        times: [n]; blocks at 1 are left out.
+        hidden, labels, masked, times: [n, d, H], [n, d], [n, d] bool, [n].
         chunk_size: tokens whose logits are held at a time; 0 holds all.
     """
     learned = masked & (labels != NO_LABEL) & (times < 1)[:, None]

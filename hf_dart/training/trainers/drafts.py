@@ -41,9 +41,8 @@ class Goals(NamedTuple):
 
     def everything_at(self, places: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [..., M], or [..., M + 1] with all others in the last column, and the best columns [...]."""
-        rows = self._rows(places)
         assert self.best is not None
-        logits = self.logits[rows]
+        rows, logits = self._rows(places), self.at(places)
         if self.others is not None:
             logits = torch.cat([logits, self.others[rows][..., None]], dim=-1)
         return logits, self.best[rows]
@@ -91,12 +90,9 @@ def places_and_labels(inputs: dict[str, Any], draft_length: int) -> tuple[Tensor
 
 
 def as_columns(labels: Tensor, vocabulary: Tensor | None, outside: int = NO_LABEL) -> Tensor:
-    """Return the columns of labels [...] in a draft vocabulary; `NO_LABEL` stays.
+    """Return the columns of labels [...] in a draft vocabulary [M], or None for all tokens; `NO_LABEL` stays.
 
-    Args:
-        vocabulary: [M], or None for all tokens.
-        outside: what stands for a token that is not in it. In training that is no label: the draft must fail there,
-            and nothing after it can be accepted.
+    A token `outside` of it is no label in training: the draft must fail there, and nothing after it can be accepted.
     """
     if vocabulary is None:
         return labels

@@ -32,12 +32,7 @@ class EagleTrainingArguments(DrafterTrainingArguments):
 class EagleTrainer(DrafterTrainer[EagleDrafter]):
     """Trainer of an [`EagleDrafter`]: the blocks, losses and data of a DART head, d - 1 passes of its layer per block.
 
-    Args:
-        drafter: as `EagleDrafter.from_target(target)` or `from_pretrained(..., target=target)` gives it.
-        target, args, kwargs: as for [`DrafterTrainer`].
-
-    Raises:
-        ValueError: the drafter does not fit the target.
+    Arguments and errors are those of [`DrafterTrainer`].
     """
 
     drafter_arguments = (EagleArguments,)

@@ -1,8 +1,7 @@
 """`EditTrainer`: a head learns to look at its own drafts again, wrong tokens and all.
 
-After the first drafts of all blocks comes an edit pass over the same blocks, whose slots now hold tokens. An editor
-that has only seen right tokens before a slot would follow wrong ones: so the slots of a part of the blocks hold the
-head's own draft, of others the true tokens.
+After the first drafts of all blocks comes an edit pass over the same blocks, whose slots now hold tokens: true ones, or
+the head's own draft, as an editor that has only seen right tokens before a slot would follow wrong ones.
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ from hf_dart.trees.vocabulary import token_ids
 
 @dataclass
 class EditTrainingArguments(DartTrainingArguments):
-    """`DartTrainingArguments` and that of the edit pass alone.
-
-    Args:
-        editor_only: train the editor alone; the head's first drafts stay as they are.
-    """
+    """`DartTrainingArguments` and that of the edit pass alone."""
 
     editor_only: bool = option(False, "train the editor of a frozen head")
 
@@ -80,8 +75,7 @@ class EditTrainer(DartTrainer):
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Add `anchors`, `true` and `sampled` [B, K], and the `seed` of sampled drafts."""
-        blocks = super().draw(inputs, generator)
-        anchors = inputs["anchors"]
+        blocks, anchors = super().draw(inputs, generator), inputs["anchors"]
         for name, share in (("true", self.true_share), ("sampled", self.sampled_share)):
             drawn = torch.rand(anchors.shape, generator=generator) < share * (not self.evaluates)
             inputs[name] = drawn.to(anchors.device)
@@ -104,26 +98,14 @@ class EditTrainer(DartTrainer):
     @torch.no_grad()
     def _slots(self, inputs: dict[str, Any], goals: Goals, states: Tensor) -> Tensor:
         """Return the tokens [B, K (d - 1)] of the slots after a first pass of `states` [B, S, H]; -1 where absent."""
-        ids, anchors, length = inputs["input_ids"], inputs["anchors"], self.drafter.draft_length
-        present = anchors >= 0
-        places, _ = places_and_labels(inputs, length)
+        ids, vocabulary, present = inputs["input_ids"], self.drafter.draft_vocabulary, inputs["anchors"] >= 0
+        places, _ = places_and_labels(inputs, self.drafter.draft_length)
         truth = ids.flatten()[places[:, 1:]]
         hidden = inputs["blocks"].drafts(states)[present][:, :-1]  # [N, d - 1, H]
-        own = self._own_drafts(inputs, goals, hidden, places, truth)
-        tokens = torch.where(inputs["true"][present][:, None], truth, own)
-        held = ids.new_full((*anchors.shape, length - 1), -1)
-        held[present] = tokens
-        return held.flatten(1)
-
-    def _own_drafts(
-        self, inputs: dict[str, Any], goals: Goals, hidden: Tensor, places: Tensor, truth: Tensor
-    ) -> Tensor:
-        """Return the drafts [N, d - 1]: the likeliest tokens, or sampled ones."""
-        vocabulary = self.drafter.draft_vocabulary
         # Numbers over the vocabulary are drawn on their device: one core of the host would be too slow.
         noise = torch.Generator(hidden.device).manual_seed(inputs["seed"])
         chunk = self.args.loss_chunk or max(len(hidden), 1)
-        parts = (hidden, places, truth, inputs["sampled"][inputs["anchors"] >= 0])
+        parts = (hidden, places, truth, inputs["sampled"][present])
         drafted = []
         for states, where, labels, sampled in zip(*(part.split(chunk) for part in parts), strict=True):
             logits = self.drafter.logits(states)
@@ -133,7 +115,9 @@ class EditTrainer(DartTrainer):
                 coupled = coupled_draft(logits[sampled], goals.at(where[sampled][:, :-1]), known, noise)
                 columns[sampled] = torch.where(known != NO_LABEL, coupled, columns[sampled])
             drafted.append(token_ids(columns, vocabulary))
-        return torch.cat(drafted)
+        held = ids.new_full((*present.shape, truth.shape[1]), -1)
+        held[present] = torch.where(inputs["true"][present][:, None], truth, torch.cat(drafted))
+        return held.flatten(1)
 
     def _edited(self, drafts: Drafts) -> Drafts:
         states = drafts.inputs["edited"][drafts.inputs["anchors"] >= 0]
@@ -158,7 +142,7 @@ def coupled_draft(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, g
     Args:
         draft_logits, target_logits: [n, m, V].
         labels: [n, m] what the target took; where there is none, the result means nothing.
-        generator: of random numbers, on the device of the logits.
+        generator: on the device of the logits.
     """
     target = log_probabilities(target_logits).exp()
     own = torch.empty_like(target[..., :1]).exponential_(generator=generator)

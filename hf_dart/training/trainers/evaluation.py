@@ -24,27 +24,19 @@ from hf_dart.trees.chain import best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.vocabulary import token_ids
 
-_NEVER = -1e30
-"""Logit of a token that is never drafted."""
+_NEVER = -1e30  # logit of a token that is never drafted
 
 
 def count_drafts(
-    draft_logits: Tensor,
-    target_logits: Tensor,
-    labels: Tensor,
-    drafted: Tensor | None = None,
-    chosen: Tensor | None = None,
-) -> Tensor:
-    """Count the draft tokens of each block that the target would accept, for `draft_figures`.
+    draft_logits: Tensor, target_logits: Tensor, labels: Tensor,
+    drafted: Tensor | None = None, chosen: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Count the draft tokens of each block that the target would accept, for `draft_figures`: [n, 4 + 2 d].
 
     Args:
         draft_logits, target_logits: [n, d, V].
         labels: [n, d].
-        drafted: [n, d] the tokens of the chains, where each is not just the likeliest by `draft_logits`.
-        chosen: [n, d] the tokens that the target would take, where each is not just the likeliest by `target_logits`.
-
-    Returns:
-        [n, 4 + 2 d]
+        drafted, chosen: [n, d] tokens of the chains and of the target; None takes the likeliest by the logits.
     """
     chosen = target_logits.argmax(-1) if chosen is None else chosen
     right = (draft_logits.argmax(-1) if drafted is None else drafted) == chosen
@@ -166,10 +158,8 @@ class DecodingCallback(TrainerCallback):
     def __init__(
         self, trainer: Any, prompts: Sequence[Tensor], max_new_tokens: int = 64, tree_config: TreeConfig | None = None
     ) -> None:
-        self.trainer = trainer
-        self.prompts = list(prompts)
-        self.max_new_tokens = max_new_tokens
-        self.tree_config = tree_config
+        self.trainer, self.prompts = trainer, list(prompts)
+        self.max_new_tokens, self.tree_config = max_new_tokens, tree_config
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
         target, drafter = self.trainer.target, self.trainer.drafter

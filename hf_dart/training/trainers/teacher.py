@@ -26,24 +26,16 @@ from hf_dart.models.verify import features_request, gather_features, merged_embe
 from hf_dart.training.objective.blocks import document_positions
 from hf_dart.training.trainers.drafts import Goals, as_columns
 
+# Logits of whole distributions that are held at a time, as far as one row of the batch allows: 256 MiB in float32.
 _HELD = 2**26
-"""Logits of whole distributions that are held at a time, as far as one row of the batch allows: 256 MiB in float32."""
-
-_AT_ONCE = 16
-"""Whole distributions whose log-sums are taken at a time."""
+_AT_ONCE = 16  # whole distributions whose log-sums are taken at a time
 
 
 class Teacher:
-    """A target in evaluation mode, whose weights stay as they are.
-
-    Args:
-        target: the causal LM.
-        drafter: the drafter that learns from it.
-    """
+    """A target in evaluation mode, whose weights stay as they are, and the drafter that learns from it."""
 
     def __init__(self, target: PreTrainedModel, drafter: TrainedDrafter) -> None:
-        self.target = target.eval()
-        self.drafter = drafter
+        self.target, self.drafter = target.eval(), drafter
         self._packing_checked = False
         self._head_rows = LMHeadRows()
         self._picks: dict[bool, bool] = {}
@@ -106,17 +98,8 @@ class Teacher:
             read = torch.where(ids < self.target.get_input_embeddings().num_embeddings, ids, 0)
         return self._features_of(output, ids), self._goals(places, logits, everything), read
 
-    # ---- logits of some tokens ----------------------------------------------------------------------------
-
-    def _forward(
-        self, ids: Tensor, places: Tensor, everything: bool, inputs: dict[str, Any]
-    ) -> tuple[Any, Tensor]:
-        """Run the target.
-
-        Returns:
-            Its output, and the logits [U, V] after the tokens at `places` [U] of the flattened rows; not `everything`,
-            those of the draft vocabulary [U, M].
-        """
+    def _forward(self, ids: Tensor, places: Tensor, everything: bool, inputs: dict[str, Any]) -> tuple[Any, Tensor]:
+        """Run the target: its output, and the logits [U, V] after the tokens at `places`, or [U, M]."""
         given = {"use_cache": False, **features_request(self.drafter.feature_layers), **inputs}
         vocabulary = None if everything else self.drafter.draft_vocabulary
         columns = None if everything else self._columns()
@@ -196,8 +179,7 @@ class Teacher:
         return Goals(places, own, others, as_columns(best, vocabulary, len(vocabulary)))
 
     def _features_of(self, output: Any, ids: Tensor) -> Tensor:
-        features = gather_features(output, self.drafter.feature_layers, ids)
-        features = features.to(self.drafter.device)
+        features = gather_features(output, self.drafter.feature_layers, ids).to(self.drafter.device)
         if not torch.is_autocast_enabled(self.drafter.device.type):
             features = features.to(self.drafter.dtype)  # a target in 16 bits and a head in float32
         return features

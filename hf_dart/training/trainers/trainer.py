@@ -29,15 +29,9 @@ from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import log_acceptance
 from hf_dart.training.record import training_record
+from hf_dart.training.trainers import evaluation
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
 from hf_dart.training.trainers.drafts import Drafts, Goals, as_columns, places_and_labels
-from hf_dart.training.trainers.evaluation import (
-    DecodingCallback,
-    agreement,
-    counts_by_row,
-    draft_figures,
-    first_prompts,
-)
 from hf_dart.training.trainers.teacher import Teacher
 
 _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
@@ -113,11 +107,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             )
         kwargs.setdefault("data_collator", collate)
         for name in ("train_dataset", "eval_dataset"):
-            columns = getattr(kwargs.get(name), "column_names", None)  # of `datasets`
+            data = kwargs.get(name)
+            columns = getattr(data, "column_names", None)  # of `datasets`
             if columns is not None and "documents" not in columns:
-                kwargs[name] = pack_dataset(
-                    kwargs[name], processing_class, drafter.draft_length, max_length, drafter.config
-                )
+                kwargs[name] = pack_dataset(data, processing_class, drafter.draft_length, max_length, drafter.config)
         super().__init__(model=drafter, args=args, compute_metrics=self._figures, **kwargs)
         self.args: Any = args
         self.drafter: AnyDrafter = drafter
@@ -131,14 +124,12 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         if args.decode_prompts:
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
-            prompts = first_prompts(self.eval_dataset, args.decode_prompts, args.decode_prompt_tokens)
+            prompts = evaluation.first_prompts(self.eval_dataset, args.decode_prompts, args.decode_prompt_tokens)
             # Copied text would hide what the drafter knows; trees of a given size are drafted in every round.
             tree = replace(drafter.tree_config, lookup=0, nodes=drafter.tree_config.nodes or _DECODED_NODES)
-            self.add_callback(DecodingCallback(self, prompts, tree_config=tree))
+            self.add_callback(evaluation.DecodingCallback(self, prompts, tree_config=tree))
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
-
-    # ---- what a kind of drafter may say otherwise ---------------------------------------------------------
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Add to a batch, in place, what is random about it: `anchors` [B, K], the places of its blocks.
@@ -150,10 +141,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         Returns:
             Number of blocks that its loss will be a sum over.
         """
-        count, mask = self.args.anchors_per_row, inputs.get("loss_mask")
-        drawn = draw_anchors(inputs["documents"], count, self.drafter.draft_length, generator, mask)
-        inputs["anchors"] = drawn
-        return int((drawn >= 0).sum())
+        count, length = self.args.anchors_per_row, self.drafter.draft_length
+        inputs["anchors"] = draw_anchors(inputs["documents"], count, length, generator, inputs.get("loss_mask"))
+        return int((inputs["anchors"] >= 0).sum())
 
     def teach(self, inputs: dict[str, Any], places: Tensor) -> tuple[Tensor, Goals]:
         """Return the target's features [B, T, F], and what it says after the tokens at `places` [U] (`Goals`).
@@ -192,21 +182,15 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
 
         return chunked(block_losses, drafts.hidden, drafts.places, labels, chunk_size=self.args.loss_chunk)
 
-    # ---- the loss -----------------------------------------------------------------------------------------
-
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Drafts]:
-        """Return the sum of the losses of a batch's blocks, and their drafts.
-
-        Args:
-            model, inputs: of `block_states`.
-        """
+        """Return the sum of the losses of a batch's blocks, and their drafts; arguments are those of `block_states`."""
         places, labels = places_and_labels(inputs, self.drafter.draft_length)
         features, goals = self.teach(inputs, places.unique())
         hidden = self.block_states(model, inputs, features, goals)[inputs["anchors"] >= 0]
         drafts = Drafts(inputs, hidden, goals, places, labels)
         logs = (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0
         if logs and not self.evaluates and goals.logits.shape[-1]:
-            self._agreement = agreement(self.drafter, drafts, self.args.loss_chunk or 256)
+            self._agreement = evaluation.agreement(self.drafter, drafts, self.args.loss_chunk or 256)
         return self.draft_loss(drafts), drafts
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -229,11 +213,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         total, counts = self.accelerator.reduce(torch.stack([sums, counts]), "sum")
         return total / counts.clamp(min=1)
 
-    # ---- steps --------------------------------------------------------------------------------------------
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Tensor | int | None]:
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return a step's micro-batches with all that is random in them, and its items on all processes.
 
         The loader runs ahead of the step: numbers drawn there would be others in a resumed run.
@@ -257,20 +237,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Leave the counting of tokens to `get_batch_samples`, which knows what is padding."""
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """Return the mean loss of the batch's items.
-
-        Args:
-            model: the drafter, as `accelerate` has wrapped it.
-            inputs: with what `draw` has added.
-            return_outputs: also return a dict with the items' `drafts`.
-            num_items_in_batch: items of the whole step; None divides by those of this batch.
-        """
+        """Return the mean loss over so many items, or over the batch's own blocks, and a dict with their `drafts`."""
         # accelerate casts inside the drafter's forward only; the target and its LM head are to be cast as well.
         with self.accelerator.autocast():
             loss, drafts = self.summed_loss(model, inputs)
@@ -296,11 +265,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         return loss
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         inputs = self._prepare_inputs(inputs)
         self.evaluates = True
@@ -309,15 +274,13 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             with torch.no_grad(), self.compute_loss_context_manager(), self.accelerator.autocast():
                 loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
                 drafts = self.evaluated(outputs["drafts"])
-                counts = [counts_by_row(self.drafter, one, self.args.loss_chunk) for one in drafts]
+                counts = [evaluation.counts_by_row(self.drafter, one, self.args.loss_chunk) for one in drafts]
         finally:
             self.evaluates = False
         items, rows = len(drafts[0].hidden), len(inputs["input_ids"])
         # By row, so that `Trainer` can leave out rows that only fill up the last batch of several processes.
         shares = torch.stack([loss.float() * items, torch.full_like(loss, items, dtype=torch.float32)]) / rows
         return None, torch.cat(counts, dim=1), shares.repeat(rows, 1)
-
-    # ---- evaluation ---------------------------------------------------------------------------------------
 
     def evaluated(self, drafts: Drafts) -> list[Drafts]:
         """Return the drafts that an evaluation counts, in the order of `passes`."""
@@ -331,13 +294,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
                 "There is nothing to evaluate: no row is longer than a draft, or none has a token that counts; give "
                 "longer documents or a smaller draft_length."
             )
-        counts = np.split(np.asarray(found.predictions).sum(0, dtype=np.float64), len(self.passes))
-        figures = {"loss": loss / items, **draft_figures(counts[0])}
-        for name, counted in zip(self.passes[1:], counts[1:], strict=True):
-            figures |= {f"tau_{name}": tau for figure, tau in draft_figures(counted).items() if figure == "tau"}
-        return figures
-
-    # ---- what is written ----------------------------------------------------------------------------------
+        counts = np.asarray(found.predictions).sum(0, dtype=np.float64)
+        first, *others = map(evaluation.draft_figures, np.split(counts, len(self.passes)))
+        taus = {f"tau_{name}": one["tau"] for name, one in zip(self.passes[1:], others, strict=True) if "tau" in one}
+        return {"loss": loss / items, **first, **taus}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the drafter, and in the same folder the record of its training (training.json)."""
@@ -354,11 +314,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         revision: str | None = None,
         **known: Any,
     ) -> CommitInfo | None:
-        """Push the drafter with its card in one commit, which is waited for; None on all processes but the main one.
-
-        Args:
-            known: more about the head, as for `hf_dart.hub.publish.push_folder`.
-        """
+        """Push the drafter with its card (`hf_dart.hub.publish.push_folder`), and wait; only the main process does."""
         self.save_model(_internal_call=True)
         if not self.is_world_process_zero():
             return None
