@@ -110,7 +110,6 @@ class TreeGrower:
         gumbel: Tensor | None,
         deepest: list[int],
         refine: Callable[[Tensor], Proposal] | None = None,
-        chain: bool = False,
         weights: list[float] | None = None,
         ended: list[bool] | None = None,
         copies: Sequence[Copies] | None = None,
@@ -123,7 +122,6 @@ class TreeGrower:
                 or to rank without it.
             deepest: deepest node per row.
             refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
-            chain: of the proposal, take the likeliest token of each depth alone, and do not refine.
             weights: of the rows' tokens, where trees are sized by their worth (`pace.row_weights`); None counts all
                 rows the same.
             ended: the rows that have ended and run on, which no token ends again; None for none.
@@ -142,11 +140,10 @@ class TreeGrower:
                 grammar.restrict(proposal, row)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
         again: list[Tensor] = []
-        if refine is not None and self._config.refine and self.depth > 1 and not chain:
+        if refine is not None and self._config.refine and self.depth > 1:
             tokens, scores, *again = self._refine(proposal, gumbel, seen, refine)
         else:
-            ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
-            tokens, scores = (part[..., : 1 if chain else None] for part in ranked)
+            tokens, scores = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
         if levels.tokens.size:
             # Copied tokens join the candidates, so that a drafted token after one is scored like any other.
             copied = torch.from_numpy(levels.by_depth(tokens.shape[1]))

@@ -1,8 +1,8 @@
-"""Pace: how the coming round is drafted, and how much rounds cost.
+"""Pace: whether the coming round is drafted, and how much rounds cost.
 
 Verifying copied text needs no draft. A draft is made where the tokens that it is expected to add, by what was accepted
-per depth so far, are worth its cost; otherwise the round verifies copies alone. A drafter that does not pay is tried
-less and less often: first chains take the place of trees, where those cost less, then drafting pauses.
+per depth so far, are worth its cost; otherwise the round verifies copies alone. Drafts that do not pay pause, and are
+tried less and less often.
 
 Costs are those of `TreeConfig`. On a CPU those that it leaves open are running means of measured times, per number of
 nodes that a round ran. What the rounds of a call have shown is kept for the next call of its kind (`PaceRecord`).
@@ -25,28 +25,20 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies, best_size
 from hf_dart.trees.costs import Array, RoundCost
 
-MODES = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
-"""Ways to draft a round: copied text alone; the likeliest token of each depth; a whole tree."""
-
 _PRIOR = 0.75  # a draft is assumed to be accepted up to depth k with probability _PRIOR**k
-_TRIAL = 3.0  # tokens that a trial of a mode may lose before a drafter that adds nothing is known not to pay
-_FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 1024, 4  # rounds before a better mode is tried; grows by this factor
+_TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay
+_FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 1024, 4  # rounds of a pause; each one is longer by this factor
 _LIKELY = 0.5  # tokens that copies are expected to bring where they may be what spares a draft
 _GAINS, _LEAST = 64, 0.01  # rounds over which gains are compared, and least gain that is told from none
 _MEMORY = 32  # drafts of a row, and rounds, over which running means reach
-_SETTLED = 16  # drafted rounds after which a mode that pays counts as paying
-_WARN_AFTER = 2  # pauses without a paying mode between them
+_SETTLED = 16  # drafted rounds after which drafts that pay are taken to go on
+_WARN_AFTER = 2  # pauses with no drafts that paid between them
 _LEAD = 4.0  # a row that is ahead of the slowest one by 1 + (its tokens)**0.5 / _LEAD weighs less by a factor of e
 _KINDS = 64  # kinds of calls that are remembered
-
-_HOPE = 0.25  # tokens that copies are taken to gain in a round before any was looked for
-_SELDOM = 5  # one round in 2**5 looks for copies, where they do not pay
-_PARTED = 0.03  # cost of rows that part, to which later rounds attend by masks
 
 _TIMED_DRAFTS = 9  # last drafts whose median time counts, a third of them at least
 _SPEED = 1 / 8  # weight of a round in the running mean of the machine's speed
 _TIMED = 1 / 16  # least weight of a round in the running mean of the cost of its size
-_ROOTS = 4  # one round of roots alone in so many is measured once some were
 _FADES = 1 / 256  # of what was measured, in each round: a size that seemed dear once would never be tried again
 _LATE = 2.0  # a round that takes longer by more than this factor counts for this factor
 
@@ -75,44 +67,37 @@ class PaceRecord:
     """Measurements of the rounds of one kind of calls; costs are relative, as those of `RoundCost`.
 
     Attributes:
-        mode: one of `MODES`, the best that is known to pay or being tried.
         chances: [d] estimated chance that a draft is right up to each depth, where the copied text is not.
         counts: [d] drafts that each of them was computed from, those that the prior counts for included.
-        rounds: drafted in this mode.
-        added: running mean of what verifying their nodes cost more than copies.
-        left, wait: rounds until a better mode is tried now, and after the next one that does not pay.
-        pauses: since drafts last paid.
-        drafted: rows of drafted rounds in all, and the tokens that they emitted.
-        draft_costs: of the last drafts, where they are timed.
-        copied: running mean of what a round of copies alone gains by them, in tokens of the slowest row less its cost,
-            where it is timed.
-        gains: running means of the tokens that drafts and copies bring: weighted by rows, and to the slowest row.
-        fruitless: rounds that have looked for copies since that was above 0.
-        copy_counts: how often copies were right.
         correction: [N] measured cost of verifying 1 to N nodes per row, divided by its estimate.
         timed: [N] rounds that were measured, fewer the longer ago they are.
+        left, wait: rounds that are left of a pause, and rounds of the next one.
+        pauses: since drafts last paid.
+        rounds: drafted since the last pause.
+        added: running mean of what verifying their nodes cost more than copies.
+        drafted: rows of drafted rounds in all, and the tokens that they emitted.
+        draft_costs: of the last drafts, where they are timed.
+        gains: running means of the tokens that drafts and copies bring: weighted by rows, and to the slowest row.
+        copy_counts: how often copies were right.
     """
 
-    mode: str
     chances: Array
     counts: Array
     correction: Array
     timed: Array
-    rounds: int = 0
-    added: float = 0.0
     left: int = 0
     wait: int = _FIRST_WAIT
     pauses: int = 0
+    rounds: int = 0
+    added: float = 0.0
     drafted: tuple[int, int] = (0, 0)
     draft_costs: tuple[float, ...] = ()
-    copied: float = _HOPE
     gains: tuple[float, float] = (1.0, 1.0)
-    fruitless: int = 0
     copy_counts: CopyCounts = field(default_factory=CopyCounts)
 
 
 class Pace:
-    """Choice of how each round of one call is drafted, and estimates of what rounds cost.
+    """Choice of whether each round of one call is drafted, and estimates of what rounds cost.
 
     `choose` is called before a round and `count` after it; `finish` at the end of the call.
 
@@ -138,29 +123,23 @@ class Pace:
         kind: Hashable = None,
         together: bool = True,
     ) -> None:
-        self._config, self._depth, self._timed = config, depth, timed
+        self._config, self._depth, self._timed, self._together = config, depth, timed, together
         self._chooses = depth > 0 and config.nodes is None
-        # Trees shrink to chains by themselves, and a chain saves nothing but other looks at the draft.
-        self._chains = config.refine > 0
         self._estimate = config.round_cost(batch, device_type, drafted=False)
-        self._verify, self._draft_cost = self._estimate.verify, config.draft_cost or 0.0
-        self._filled = np.arange(len(self._verify))
-        self._left_out, self._together = False, together
-        self._parted = _PARTED if together and batch > 1 and "node_cost" in timed else 0.0
+        self._filled = np.arange(len(self._estimate.verify))
+        self._left_out = False
         self._spent: dict[str, float] = {}  # seconds of each phase so far
-        self._seconds = 0.0  # of a round that verifies the root alone
+        self._seconds = 0.0  # of a round that costs 1
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copies] = ()
-        self._begun, self._looks, self._looking = 0, True, 0.0  # rounds; does this one look for copies; cost of that
-        self._records, self._kind = records, (kind, depth, len(self._verify))
+        self._records, self._kind = records, (kind, depth, len(self._filled))
         known = None if records is None else records.get(self._kind)
         if known is not None:
             self._record = copy.deepcopy(known)
-            self._read_timed()
             return
-        none, sizes = np.zeros(depth), np.zeros(len(self._verify))
-        self._record = PaceRecord(TREE if self.ever_drafts else PAUSE, none, none, sizes + 1, sizes)
-        self._try(self._record.mode)
+        none, sizes = np.zeros(depth), np.zeros(len(self._filled))
+        self._record = PaceRecord(none, none, sizes + 1, sizes)
+        self._try()
 
     @staticmethod
     def timed_costs(config: TreeConfig, device_type: str) -> frozenset[str]:
@@ -181,34 +160,28 @@ class Pace:
 
     def may_draft(self, rounds: int) -> bool:
         """Return True if any of so many rounds may be drafted: a pause may last longer."""
-        paused = self._chooses and self._record.mode == PAUSE and self._record.left > rounds
-        return self.ever_drafts and not paused
+        return self.ever_drafts and not (self._chooses and self._record.left > rounds)
 
-    def cost(self, drafted: bool = True, refined: bool = True) -> RoundCost:
-        """Cost of a round.
+    def cost(self, drafted: bool = True) -> RoundCost:
+        """Cost of a round, with a draft or (not `drafted`) of copied text alone."""
+        verify = self._estimate.verify * self._record.correction
+        draft = self._draft_cost * (1 + self._config.refine) if drafted else 0.0
+        return RoundCost(draft, (verify / verify[0])[self._filled], self._estimate.level)
 
-        Args:
-            drafted: with a draft, not copied text alone.
-            refined: the drafter looks at its draft again, as often as the config says.
-        """
-        looks = 1 + (self._config.refine if refined else 0)
-        return RoundCost(self._draft_cost * looks if drafted else 0.0, self._verify, self._estimate.level)
+    @property
+    def _draft_cost(self) -> float:
+        """Cost of one look of the drafter: measured, if that was done often enough."""
+        known = self._record.draft_costs
+        return median(known) if len(known) >= _TIMED_DRAFTS // 3 else self._config.draft_cost or 0.0
 
     def copied_chances(self) -> list[float]:
         """Chances that copies are right (`trees.copies.PRIOR`), by the earlier calls of this kind."""
         return self._record.copy_counts.chances()
 
-    def looks_for_copies(self) -> bool:
-        """Begin a round, and tell whether it looks for copies: seldom where they do not pay for that, as measured."""
-        self._begun += 1
-        stride = 1 << min(self._record.fruitless // _SETTLED, _SELDOM)
-        self._looks = self.ever_drafts and ("node_cost" not in self._timed or self._begun % stride == 0)
-        return self._looks
-
     def choose(
         self, copies: Sequence[Copies], weights: Sequence[float], deepest: Sequence[int]
-    ) -> tuple[str, Sequence[Copies]]:
-        """Choose how the coming round is drafted, one of `MODES`, and return that and what it may copy.
+    ) -> tuple[bool, Sequence[Copies]]:
+        """Choose whether the coming round is drafted, and return that and what it may copy.
 
         Args:
             copies: of each row.
@@ -217,32 +190,29 @@ class Pace:
         """
         record = self._record
         due = "node_cost" in self._timed and record.timed[0] < 1  # costs are relative to rounds of the roots alone
-        chooses = self._chooses and record.mode != PAUSE
+        chooses = self._chooses and not record.left
         if not (chooses or due):
-            return record.mode, copies
+            return self.ever_drafts and not self._chooses, copies
         nodes, tokens, self._copies_cost = best_size(copies, weights, self.cost(drafted=False))
-        self._copies, rate, likely = copies, tokens / self._copies_cost, tokens >= sum(weights) + _LIKELY
-        roots_alone = PAUSE, [NOTHING] * len(copies)
+        self._copies, likely = copies, tokens >= sum(weights) + _LIKELY
+        if due and not likely:
+            return False, [NOTHING] * len(copies)
         if not chooses:
-            return (record.mode, copies) if likely else roots_alone
-        while record.mode != PAUSE:
-            cost = self._cost_of_drafting()
-            rows = zip(weights, copies, deepest, strict=True)
-            added = sum(weight * self._expected(one, nodes, most) for weight, one, most in rows if weight)
-            added *= min(max(record.gains[1], _LEAST) / max(record.gains[0], _LEAST), 1.0)
-            if added >= rate * cost or not (record.rounds or likely):  # a trial has at least one round
-                return roots_alone if due and not likely else (record.mode, copies)
-            if likely or record.chances.sum() >= cost:  # the mode pays in other rounds
-                break
-            self._try(self._next(-1))
-            if record.left <= 0:
-                record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
-            record.pauses += record.mode == PAUSE
-        return PAUSE, copies
+            return not self._chooses, copies
+        cost = self._cost_of_drafting()
+        rows = zip(weights, copies, deepest, strict=True)
+        added = sum(weight * self._expected(one, nodes, most) for weight, one, most in rows if weight)
+        added *= min(max(record.gains[1], _LEAST) / max(record.gains[0], _LEAST), 1.0)
+        # A trial has at least one round.
+        drafted = added >= cost * tokens / self._copies_cost or not (record.rounds or likely)
+        if not (drafted or likely) and record.chances.sum() < cost:  # drafts pay in no other rounds, either
+            record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
+            record.pauses += 1
+        return drafted, copies
 
     def count(
         self,
-        mode: str,
+        drafted: bool,
         tokens: Sequence[Sequence[int]],
         limits: Sequence[int],
         nodes: int,
@@ -252,7 +222,7 @@ class Pace:
         """Learn from a round.
 
         Args:
-            mode: what `choose` said.
+            drafted: what `choose` said.
             tokens: that each row emitted.
             limits: tokens that each could have emitted; rows with 0 took no part.
             nodes, levels: of its trees, the root a node and no level.
@@ -264,19 +234,20 @@ class Pace:
         weights = row_weights(before, limits)
         running = [row for row, limit in enumerate(limits) if limit > 0]
         if self._timed:
-            mean = gained = sum(weight * (new - 1) for weight, new in zip(weights, emitted, strict=True))
+            self._time(drafted, nodes, levels, seconds)
             if self._together and running:
-                was, is_now = (min(tokens[row] for row in running) for tokens in (before, self._emitted))
+                mean = sum(weight * (new - 1) for weight, new in zip(weights, emitted, strict=True))
+                was, is_now = (min(so_far[row] for row in running) for so_far in (before, self._emitted))
+                of_all, of_slowest = record.gains
                 gained = is_now - was - 1
-            of_all, of_slowest = record.gains
-            record.gains = of_all + (mean - of_all) / _GAINS, of_slowest + (gained - of_slowest) / _GAINS
-            self._time(mode, nodes, levels, seconds, gained)
+                record.gains = of_all + (mean - of_all) / _GAINS, of_slowest + (gained - of_slowest) / _GAINS
         if not self._chooses:
             return
-        record.left -= 1
-        if record.mode == PAUSE and record.left == 0:
-            self._try(self._next(1))
-        if mode == PAUSE:
+        if record.left:
+            record.left -= 1
+            if not record.left:
+                self._try()
+        if not drafted:
             return
         rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
         for row, weight in enumerate(weights):
@@ -289,11 +260,7 @@ class Pace:
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
         record.drafted = (record.drafted[0] + len(running), record.drafted[1] + sum(emitted))
         if record.rounds >= _SETTLED and record.chances.sum() > self._cost_of_drafting():
-            record.pauses = 0
-            if record.mode == TREE:
-                record.wait = _FIRST_WAIT
-            elif record.left <= 0:
-                self._try(TREE)
+            record.pauses, record.wait = 0, _FIRST_WAIT
 
     def finish(self, drafter: Drafter[Any], copied: Sequence[RowCopies] = ()) -> None:
         """Keep what the rounds and the copies of each row have shown, and warn once if the drafts do not pay."""
@@ -320,7 +287,7 @@ class Pace:
 
     def _cost_of_drafting(self) -> float:
         """Cost of a draft and its nodes, above that of copies alone."""
-        return self.cost(refined=self._record.mode != CHAIN).draft + max(self._record.added, 0.0) + self._parted
+        return self._draft_cost * (1 + self._config.refine) + max(self._record.added, 0.0)
 
     def _expected(self, copies: Copies, verified: int, deepest: int) -> float:
         """Tokens that a draft is expected to add to one row.
@@ -351,19 +318,14 @@ class Pace:
         step = np.minimum(weight / record.counts[here], 1)
         record.chances[here] += ((depths <= accepted) - record.chances[here]) * step
 
-    def _try(self, mode: str) -> None:
-        """Begin a trial of a mode, or a pause."""
+    def _try(self) -> None:
+        """Begin to draft, at first or after a pause, as if nothing were known of the drafts."""
         record = self._record
-        record.mode, record.rounds, record.added = mode, 0, 0.0
+        record.rounds, record.added = 0, 0.0
         record.chances = _PRIOR ** np.arange(1, self._depth + 1)
         # After n rejected drafts, n * cost tokens are lost, and the estimate is down to prior * count / (count + n).
         prior, cost = float(record.chances.sum()), self._cost_of_drafting()
         record.counts = np.full(self._depth, _TRIAL / max(prior - cost, prior / 4, 1e-9))
-
-    def _next(self, step: int) -> str:
-        """Return the next better (1) or worse (-1) mode."""
-        place = MODES.index(self._record.mode) + step
-        return MODES[place] if self._chains or MODES[place] != CHAIN else MODES[place + step]
 
     def fill_up(self, size_of: Callable[[int], int] | None) -> None:
         """Count rounds by the size that their trees are filled up to, so that trees of such sizes are preferred.
@@ -373,60 +335,43 @@ class Pace:
         """
         sizes = range(1, len(self._filled) + 1)
         self._filled = np.array([min(nodes if size_of is None else size_of(nodes), sizes[-1]) - 1 for nodes in sizes])
-        self._read_timed()
 
     def leave_out(self) -> None:
         """Take no time of the round that is under way, in which something was compiled."""
         self._left_out = True
 
-    def _time(self, mode: str, nodes: int, levels: int, seconds: Mapping[str, float], gained: float = 0.0) -> None:
+    def _time(self, drafted: bool, nodes: int, levels: int, seconds: Mapping[str, float]) -> None:
         """Measure a round: its draft relative to the rest of it, and that rest relative to those of other sizes.
 
         A busy machine slows a round as a whole, and rounds in a row alike.
 
         Args:
-            mode, nodes, levels, seconds: as for `count`.
-            gained: tokens besides the target's own one.
+            drafted, nodes, levels, seconds: as for `count`.
         """
         spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify", "walk", "commit")}
         draft, grow, *rest = (spent[name] - self._spent.get(name, 0.0) for name in spent)
-        copies = mode == PAUSE or not self._depth
-        verify = sum(rest) + (grow if copies else 0.0)  # walk and commit, which every round has, and copies' own growth
+        # Walk and commit, which every round has, and the growth of copies, where there is no draft.
+        verify = sum(rest) + (0.0 if drafted and self._depth else grow)
         self._spent, record = spent, self._record
         left_out, self._left_out = self._left_out, False
         if verify <= 0 or left_out:
             return
-        nodes = int(self._filled[nodes - 1]) + 1
+        size = int(self._filled[nodes - 1])
         expected = self.cost(drafted=False).of(nodes, levels)
-        if mode != PAUSE and "draft_cost" in self._timed:
-            looks = 1 if mode == CHAIN else 1 + self._config.refine
-            cost = (draft + grow) / verify * expected / looks
+        if drafted and "draft_cost" in self._timed:
+            cost = (draft + grow) / verify * expected / (1 + self._config.refine)
             record.draft_costs = (*record.draft_costs[1 - _TIMED_DRAFTS :], cost)
-        if self._looks and copies:
-            self._looking += (draft / verify * expected - self._looking) / min(self._begun + 1, _MEMORY)
-            cost = expected - self._verify[0] + self._looking + self._parted
-            record.copied += (gained - cost - record.copied) / _SETTLED
-            record.fruitless = 0 if record.copied > 0 else record.fruitless + 1
-        known = nodes == 1 and record.timed[0] > _SETTLED and self._begun % _ROOTS != 0
-        if "node_cost" in self._timed and not known:  # counting takes 1 % of a small target's step
+        if "node_cost" in self._timed:
             self._seconds = self._seconds or verify / expected
             late = min(max(verify / (self._seconds * expected), 1 / _LATE), _LATE)
             self._seconds *= late**_SPEED
             record.timed *= 1 - _FADES
-            record.timed[nodes - 1] += 1
-            record.correction[nodes - 1] *= late ** max(1 / (1 + record.timed[nodes - 1]), _TIMED)
-            if nodes > 1:
-                record.correction[1:] *= (record.correction[nodes - 1] / record.correction[1:]) ** _FADES
+            record.timed[size] += 1
+            record.correction[size] *= late ** max(1 / (1 + record.timed[size]), _TIMED)
+            if size > 0:
+                record.correction[1:] *= (record.correction[size] / record.correction[1:]) ** _FADES
             # Between sizes that were timed, straight lines; the cost of a root alone stays 1.
             sizes = record.timed.nonzero()[0]
-            record.correction = np.interp(np.arange(len(self._verify)), sizes, record.correction[sizes])
+            record.correction = np.interp(np.arange(len(record.timed)), sizes, record.correction[sizes])
             self._seconds *= record.correction[0]
             record.correction /= record.correction[0]
-        self._read_timed()
-
-    def _read_timed(self) -> None:
-        """Take the costs that were measured."""
-        record = self._record
-        if len(record.draft_costs) >= _TIMED_DRAFTS // 3:
-            self._draft_cost = median(record.draft_costs)
-        self._verify = (self._estimate.verify * record.correction)[self._filled]

@@ -25,7 +25,7 @@ def drafted(s: Session) -> tuple[DraftTree, Budget]:
     """Draft the trees [B, N] of the coming round, the root first, and say what each row may emit in it."""
     with s.stats.phase("draft"):
         budget = s.budget()
-        proposal = s.propose(budget.mode)  # d distributions per row, or None
+        proposal = s.propose(budget.drafted)  # d distributions per row, or None
     with s.stats.phase("grow"):
         return s.grow(proposal, budget), budget
 

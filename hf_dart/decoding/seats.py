@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.pace import CHAIN, PAUSE, Pace
+from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.round import accept, one_round
 from hf_dart.decoding.session import Budget, Session
 from hf_dart.decoding.stats import DraftStats
@@ -201,7 +201,7 @@ class Seats:
         add_times(self._stats, timed, 1.0)
         if not any(seat.failure for seat in seats):
             told = [seat.tokens for seat in seats], [seat.limit for seat in seats]
-            self._pace.count(self._mode, *told, size, tree.max_depth, self._stats.processor_seconds)
+            self._pace.count(self._drafts, *told, size, tree.max_depth, self._stats.processor_seconds)
 
     # ---- drafts -------------------------------------------------------------------------------------
 
@@ -209,13 +209,12 @@ class Seats:
         """Return the tree [1, N] of each call in the coming round, and what it may emit."""
         sessions = [seat.session for seat in self.taken]
         with timed.phase("draft"):
-            self.looks = self._pace.looks_for_copies()
             budgets = [session.budget() for session in sessions]
             found, deepest = [one.copies[0] for one in budgets], [one.deepest[0] for one in budgets]
-            self._mode, copies = self._pace.choose(found, [1 / len(sessions)] * len(sessions), deepest)
+            self._drafts, copies = self._pace.choose(found, [1 / len(sessions)] * len(sessions), deepest)
             parts = zip(budgets, copies, strict=True)
-            budgets = [replace(budget, mode=self._mode, copies=[one]) for budget, one in parts]
-            seen = [session.unread(self._mode) for session in sessions]
+            budgets = [replace(budget, drafted=self._drafts, copies=[one]) for budget, one in parts]
+            seen = [session.unread(self._drafts) for session in sessions]
             proposals = self._proposals(sessions, [one for one in seen if one is not None])
         trees: dict[int, DraftTree] = {}
         with timed.phase("grow"):
@@ -256,7 +255,7 @@ class Seats:
         noise = [session.noise_ahead(0, grower.depth) for session in sessions]
         gumbel = None if noise[0] is None else torch.cat([one for one in noise if one is not None])
         refine = partial(sessions[0].refine, proposals[0])
-        return grower(drafted, gumbel, deepest, refine, self._mode == CHAIN, weights, None, copies)
+        return grower(drafted, gumbel, deepest, refine, weights, None, copies)
 
 
 def add_times(stats: DraftStats, timed: DraftStats, share: float) -> None:
@@ -293,14 +292,10 @@ class _Seat:
         """Note what is to be committed with what the other calls have accepted."""
         self.path, (self.counts,) = path, counts
 
-    def looks_for_copies(self) -> bool:
-        """Return True if this round looks for copies, by the pace of all calls."""
-        return self._seats.looks
-
-    def choose(self, copies: Any, *_: Any) -> tuple[str, Any]:
+    def choose(self, copies: Any, *_: Any) -> tuple[bool, Any]:
         """Leave the choice to the pace of all calls."""
-        return PAUSE, copies
+        return False, copies
 
-    def count(self, mode: str, tokens: list[list[int]], limits: list[int], *_: Any) -> None:
+    def count(self, drafted: bool, tokens: list[list[int]], limits: list[int], *_: Any) -> None:
         """Take note of what the call emitted."""
         (self.tokens,), (self.limit,) = tokens, limits

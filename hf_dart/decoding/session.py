@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.feed import begun, read_prompt
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.pace import CHAIN, PAUSE, Pace, row_weights
+from hf_dart.decoding.pace import Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
@@ -26,7 +26,7 @@ from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.features import states_at
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
-from hf_dart.trees.copies import NOTHING, Copies
+from hf_dart.trees.copies import Copies
 from hf_dart.trees.tree import DraftTree
 
 ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
@@ -42,14 +42,14 @@ class Budget:
         deepest: deepest node of each row's tree: a path of k drafts emits k + 1 tokens.
         weights: of the rows' tokens (`pace.row_weights`).
         copies: what may be copied in each row.
-        mode: how the round is drafted, one of `pace.MODES`.
+        drafted: the drafter is asked for a draft.
     """
 
     limits: list[int]
     deepest: list[int]
     weights: list[float]
     copies: Sequence[Copies]
-    mode: str
+    drafted: bool
 
 
 class Observer(Protocol):
@@ -155,11 +155,9 @@ class Session:
         limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         ended = self.rows.ended if self.rows.in_step else None
-        looks = self.pace.looks_for_copies() or any(self.grower.grammars)
         weights = row_weights(self.rows.emitted, limits)
-        found = self.grower.copies(deepest, ended) if looks else [NOTHING] * len(limits)
-        mode, copies = self.pace.choose(found, weights, deepest)
-        return Budget(limits, deepest, weights, copies, mode)
+        drafted, copies = self.pace.choose(self.grower.copies(deepest, ended), weights, deepest)
+        return Budget(limits, deepest, weights, copies, drafted)
 
     def first_token(self, logits: Tensor) -> None:
         """Take the token after the prompt from the target's logits [B, 1, V] of its last position."""
@@ -178,21 +176,18 @@ class Session:
         for observer in self.observers:
             observer.ended(finished)
 
-    def unread(self, mode: str) -> Verified | None:
-        """Return the verified positions that a draft begins with; None if the round has none by its `mode`."""
+    def unread(self, drafted: bool) -> Verified | None:
+        """Return the verified positions that a draft begins with; None if the round is not `drafted`."""
         if self.keeps:
             self.pending.append(self.seen)
-        if mode == PAUSE:
+        if not drafted:
             return None
         seen, self.pending = joined(self.pending), []
         return seen
 
-    def propose(self, mode: str) -> Proposal | None:
-        """Hand the drafter what was verified, and return its draft.
-
-        None if there is none, or the round is to have none by its `mode`, one of `pace.MODES`.
-        """
-        seen = self.unread(mode)
+    def propose(self, drafted: bool) -> Proposal | None:
+        """Hand the drafter what was verified, and return its draft; None if there is none, or none is asked for."""
+        seen = self.unread(drafted)
         if seen is None:
             return None
         with self.aside():
@@ -219,17 +214,16 @@ class Session:
         if proposal is None:
             return self.grower(None, None, budget.deepest, weights=budget.weights, ended=ended, copies=budget.copies)
         gumbel = self.noise_ahead(0, self.grower.depth)
-        chain, refine = budget.mode == CHAIN, partial(self.refine, proposal)
-        drafted = proposal.within(self.vocab_size)
-        return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.weights, ended, budget.copies)
+        refine, drafted = partial(self.refine, proposal), proposal.within(self.vocab_size)
+        return self.grower(drafted, gumbel, budget.deepest, refine, budget.weights, ended, budget.copies)
 
     def count(self, tree: DraftTree, accepted: Accepted, budget: Budget) -> None:
         """Record the outcome of a round: statistics, whether drafts pay, and what the call collects."""
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
-        self.stats.count(accepted.counts, budget.limits, tree.size, budget.mode)
+        self.stats.count(accepted.counts, budget.limits, tree.size, budget.drafted)
         emitted = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
-        self.pace.count(budget.mode, emitted, budget.limits, tree.size, tree.max_depth, self.stats.processor_seconds)
+        self.pace.count(budget.drafted, emitted, budget.limits, tree.size, tree.max_depth, self.stats.processor_seconds)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)
 

@@ -19,7 +19,7 @@ PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 # steps of 16 ms, which are longer than a round.
 _processor_time = perf_counter if sys.platform == "win32" else thread_time
 
-_COUNTS = ("rounds", "plain_rounds", "chain_rounds", "paused_rounds", "row_rounds", "tokens", "drafted")
+_COUNTS = ("rounds", "plain_rounds", "paused_rounds", "row_rounds", "tokens", "drafted")
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,6 @@ class DraftStats:
     Attributes:
         rounds: target forwards that verified a tree (the prefill is not one).
         plain_rounds: those of them that verified the root alone, no node being worth its cost.
-        chain_rounds: those that were drafted as a chain, a tree not being worth its cost (`decoding.pace`).
         paused_rounds: those that were not drafted, copied text alone being worth more, or drafts not asked for.
         row_rounds: `rounds`, counted once for every row that was still running.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
@@ -109,7 +108,6 @@ class DraftStats:
 
     rounds: int = 0
     plain_rounds: int = 0
-    chain_rounds: int = 0
     paused_rounds: int = 0
     row_rounds: int = 0
     tokens: int = 0
@@ -145,19 +143,18 @@ class DraftStats:
             self._spend(name, perf_counter() - start)
             self.processor_seconds[name] += _processor_time() - processor_start
 
-    def count(self, emitted: list[int], limits: list[int], nodes: int, mode: str = "tree") -> None:
+    def count(self, emitted: list[int], limits: list[int], nodes: int, drafted: bool = True) -> None:
         """Add one round to the counts.
 
         Args:
             emitted: tokens that each row committed; all but the last of them were drafted.
             limits: what each could have committed; rows with 0 took no part.
             nodes: size of the tree, its root included.
-            mode: how it was drafted, one of `pace.MODES`.
+            drafted: the drafter was asked for a draft.
         """
         self.rounds += 1
         self.plain_rounds += nodes == 1
-        self.chain_rounds += mode == "chain"
-        self.paused_rounds += mode == "pause"
+        self.paused_rounds += not drafted
         self.committed.append(emitted)
         for tokens, limit in zip(emitted, limits, strict=True):
             if limit == 0:

@@ -51,10 +51,9 @@ def test_a_chain_is_the_likeliest_token_of_each_depth() -> None:
     head = tiny_head(tiny_target("llama"), selector_rank=4)
     logits = torch.randn(2, 4, 48, generator=torch.Generator().manual_seed(0))
     proposal = Proposal(logits, torch.zeros(2, 4, head.config.hidden_size, dtype=torch.float64))
-    config = TreeConfig(nodes=25, depth=4, top_k=5, lookup=0)
-    grower = TreeGrower(head, config, LogitsProcessorList(), [[7], [8]], torch.device("cpu"))
+    grower = TreeGrower(head, TreeConfig.chain(4), LogitsProcessorList(), [[7], [8]], torch.device("cpu"))
     with torch.no_grad():
-        tree = grower(proposal, None, [9, 2], chain=True)
+        tree = grower(proposal, None, [9, 2])
     best = logits.argmax(-1).tolist()
     assert tree.size == 5
     for row, deepest in enumerate((4, 2)):

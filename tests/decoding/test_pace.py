@@ -1,4 +1,4 @@
-"""Pauses and chains where drafts bring less than they cost, and measured costs: none of it changes a token."""
+"""Pauses where drafts bring less than they cost, and measured costs: none of it changes a token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 from support.trees import chain_of
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.pace import PAUSE, Pace, PaceRecord, row_weights
+from hf_dart.decoding.pace import Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies
@@ -34,48 +34,36 @@ def pace_of(config: TreeConfig, batch: int = 1, device: str = "cpu", **more: Any
     return Pace(config, device, batch, DEPTH, **more)
 
 
-def play(pace: Pace, emitted: Callable[[str], list[int]], nodes: int, copies: list[Copies], so_far: list[int]) -> str:
-    """Play a round that brings so many tokens per row, by its mode, which is returned."""
+def play(pace: Pace, emitted: dict[bool, list[int]], nodes: int, copies: list[Copies], so_far: list[int]) -> bool:
+    """Play a round that brings so many tokens per row, drafted or not, and return whether it was drafted."""
     limits = [50] * len(copies)
-    mode, _ = pace.choose(copies, row_weights(so_far, limits), [DEPTH] * len(copies))
-    new = emitted(mode)
-    pace.count(mode, [[7] * tokens for tokens in new], limits, nodes if mode != "pause" else 1, 0, {})
+    drafted, _ = pace.choose(copies, row_weights(so_far, limits), [DEPTH] * len(copies))
+    new = emitted[drafted]
+    pace.count(drafted, [[7] * tokens for tokens in new], limits, nodes if drafted else 1, 0, {})
     so_far[:] = [before + tokens for before, tokens in zip(so_far, new, strict=True)]
-    return mode
+    return drafted
 
 
 def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]:
     """Play rounds that bring so many tokens where they are drafted; which of them were."""
-    plain, so_far = [min(1, tokens) for tokens in emitted], [0] * len(emitted)
-
-    def brought(mode: str) -> list[int]:
-        return plain if mode == "pause" else emitted
-
-    return [play(pace, brought, nodes, [NOTHING] * len(emitted), so_far) != "pause" for _ in range(count)]
+    brings, so_far = {True: emitted, False: [min(1, tokens) for tokens in emitted]}, [0] * len(emitted)
+    return [play(pace, brings, nodes, [NOTHING] * len(emitted), so_far) for _ in range(count)]
 
 
-def modes(pace: Pace, count: int, emitted: dict[str, int], nodes: int) -> list[tuple[str, int]]:
-    """Play rounds of one row that bring so many tokens in each mode; the modes, and for how many rounds each held."""
-    played = [play(pace, lambda mode: [emitted[mode]], nodes, [NOTHING], [0]) for _ in range(count)]
-    return [(mode, len(list(same))) for mode, same in groupby(played)]
-
-
-CHAINS = TreeConfig(draft_cost=0.3, refine=1)  # where a chain spares a second look at the draft
+def runs(played: list[bool]) -> list[tuple[bool, int]]:
+    """Whether rounds in a row were drafted, and how many."""
+    return [(drafted, len(list(same))) for drafted, same in groupby(played)]
 
 
 def test_drafts_that_do_not_pay_pause_longer_and_longer() -> None:
-    free = TreeConfig(draft_cost=0.3, node_cost=0.0)
-    found = modes(pace_of(free), 2600, {"tree": 1, "pause": 1}, nodes=6)
-    assert [mode for mode, _ in found[:7:2]] == ["tree"] * 4
+    found = runs(rounds(pace_of(TreeConfig(draft_cost=0.3, node_cost=0.0)), 2600, [1], nodes=6))
+    assert [drafted for drafted, _ in found[:7:2]] == [True] * 4
     assert [count for _, count in found[:8]] == [11, 64, 11, 256, 11, 1024, 11, 1024]
-    found = modes(pace_of(CHAINS), 900, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)
-    assert found[:5] == [("tree", 4), ("chain", 7), ("pause", 57), ("chain", 7), ("pause", 256)]
 
 
 def test_a_trial_loses_no_more_than_it_may() -> None:
     for draft, rows in ((1.0, 1), (1.0, 4), (0.5, 1), (0.5, 4), (0.1, 4)):
-        played = rounds(pace_of(TreeConfig(draft_cost=draft, node_cost=0.0), rows), 100, [1] * rows, nodes=1)
-        found = [(drafted, len(list(same))) for drafted, same in groupby(played)]
+        found = runs(rounds(pace_of(TreeConfig(draft_cost=draft, node_cost=0.0), rows), 100, [1] * rows, nodes=1))
         for drafted, count in found[:3:2]:
             assert drafted
             assert 3 / rows - draft < count * draft <= 3 / rows + draft + 1e-9
@@ -84,42 +72,35 @@ def test_a_trial_loses_no_more_than_it_may() -> None:
     assert [place for place, drafted in enumerate(dear) if drafted] == [0, 65], "even then it is tried"
 
 
-def test_a_chain_where_a_tree_does_not_pay() -> None:
-    found = modes(pace_of(CHAINS), 300, {"tree": 1, "chain": 2, "pause": 1}, nodes=2)
-    assert found == [("tree", 4), ("chain", 64), ("tree", 4), ("chain", 228)]
-
-
-def test_back_to_a_tree_when_the_text_gets_easier() -> None:
-    pace = pace_of(CHAINS)
-    assert modes(pace, 68, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)[-1] == ("pause", 57)
-    (first, settling), (then, rest) = modes(pace, 100, {"tree": 3, "chain": 2, "pause": 1}, nodes=2)
-    assert (first, then, settling + rest) == ("chain", "tree", 100)
-    assert settling < 20
+def test_drafts_go_on_when_the_text_gets_easier() -> None:
+    pace = pace_of(TreeConfig(draft_cost=0.3, node_cost=0.0))
+    assert runs(rounds(pace, 75, [1], nodes=6)) == [(True, 11), (False, 64)]
+    assert all(rounds(pace, 100, [3], nodes=6))
+    assert runs(rounds(pace, 300, [1], nodes=6))[1] == (False, 64), "as short as the first pause"
 
 
 def test_copies_that_suffice_are_not_drafted_beside() -> None:
     """A loop has no drafts though they would be right; where it ends, they go on at once."""
     pace = pace_of(TreeConfig(draft_cost=0.25))
-    brings = {"tree": [3], "pause": [3]}
-    assert all(play(pace, brings.__getitem__, 6, [NOTHING], [0]) == "tree" for _ in range(20))
-    loop = [play(pace, {"tree": [20], "pause": [20]}.__getitem__, 24, [LOOP], [0]) for _ in range(100)]
-    assert loop == ["pause"] * 100
-    assert play(pace, brings.__getitem__, 6, [NOTHING], [0]) == "tree"
+    brings = {True: [3], False: [3]}
+    assert all(play(pace, brings, 6, [NOTHING], [0]) for _ in range(20))
+    assert not any(play(pace, {True: [20], False: [20]}, 24, [LOOP], [0]) for _ in range(100))
+    assert play(pace, brings, 6, [NOTHING], [0])
     likely = pace_of(TreeConfig(draft_cost=0.5))
     copy = chain_of([7] * 24, log(0.8))
-    assert play(likely, brings.__getitem__, 6, [copy], [0]) == "pause", "0.7 tokens, or 1.5 meanwhile"
+    assert not play(likely, brings, 6, [copy], [0]), "0.7 tokens, or 1.5 meanwhile"
     free = pace_of(TreeConfig(draft_cost=0.0, node_cost=0.0))
-    assert play(free, brings.__getitem__, 6, [LOOP], [0]) == "tree", "what costs nothing is always worth it"
+    assert play(free, brings, 6, [LOOP], [0]), "what costs nothing is always worth it"
 
 
 def test_a_batch_is_drafted_for_the_rows_that_need_it() -> None:
     """One row in a loop spares no draft that three others need; rows that are far ahead count for nothing."""
-    brings: dict[str, list[int]] = {"tree": [9, 3, 3, 3], "pause": [9, 1, 1, 1]}
+    brings = {True: [9, 3, 3, 3], False: [9, 1, 1, 1]}
     copies = [LOOP, NOTHING, NOTHING, NOTHING]
     config = TreeConfig(draft_cost=0.25, node_cost=0.01)
-    assert {play(pace_of(config, 4), brings.__getitem__, 4, copies, [0] * 4) for _ in range(9)} == {"tree"}
-    assert play(pace_of(config, 4), brings.__getitem__, 4, copies, [0, 900, 900, 900]) == "pause"
-    assert play(pace_of(config, 4), brings.__getitem__, 4, copies, [900, 0, 0, 0]) == "tree"
+    assert all(play(pace_of(config, 4), brings, 4, copies, [0] * 4) for _ in range(9))
+    assert not play(pace_of(config, 4), brings, 4, copies, [0, 900, 900, 900])
+    assert play(pace_of(config, 4), brings, 4, copies, [900, 0, 0, 0])
 
 
 def test_what_drafts_add_to_copies() -> None:
@@ -158,7 +139,7 @@ def test_a_row_that_is_about_to_end_says_nothing_of_drafts() -> None:
         pace = pace_of(TreeConfig(draft_cost=0.3, node_cost=0.0), 2)
         pace.choose([LOOP, NOTHING], [0.5, 0.5], [DEPTH, room - 1])
         before = pace._record.chances.copy()
-        pace.count("tree", [[7] * 3, [5]], [9, room], 6, DEPTH, {})
+        pace.count(True, [[7] * 3, [5]], [9, room], 6, DEPTH, {})
         chances.append((pace._record.chances == before).all())
     assert chances == [True, False]
 
@@ -170,10 +151,10 @@ def test_what_came_of_each_row_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
     came: list[list[int]] = [[], [], [], []]
     count = Pace.count
 
-    def watched(self: Pace, level: str, tokens: list[list[int]], *more: Any) -> None:
+    def watched(self: Pace, drafted: bool, tokens: list[list[int]], *more: Any) -> None:
         for row, new in enumerate(tokens):
             came[row] += new
-        count(self, level, tokens, *more)
+        count(self, drafted, tokens, *more)
 
     monkeypatch.setattr(Pace, "count", watched)
     options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": [*range(2, 8)], "pad_token_id": 0}
@@ -187,10 +168,10 @@ def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
     config = TreeConfig(draft_cost=0.3, node_cost=0.0)
     assert not all(rounds(pace_of(config, 2), 40, [1, 3], 4)), "the mean of both rows is 2"
     assert all(rounds(pace_of(config, 2), 40, [2, 3], 4))
-    turns, so_far, number = pace_of(config, 2), [0, 0], 0
+    turns, so_far = pace_of(config, 2), [0, 0]
     for number in range(40):
-        level = play(turns, lambda _: [1, 3] if number % 2 else [3, 1], 4, [NOTHING] * 2, so_far)  # noqa: B023
-        assert level == "tree", "each is ahead in its turn"
+        drafted = play(turns, {True: [1, 3] if number % 2 else [3, 1]}, 4, [NOTHING] * 2, so_far)
+        assert drafted, "each is ahead in its turn"
 
 
 def test_a_batch_has_what_its_slowest_row_has_of_drafts() -> None:
@@ -200,9 +181,9 @@ def test_a_batch_has_what_its_slowest_row_has_of_drafts() -> None:
     for together in (True, False):
         pace = pace_of(config, 4, timed=("node_cost",), together=together)
         for new in brought:
-            pace.count(PAUSE, [[7] * tokens for tokens in new], [50] * 4, 1, 0, {})
+            pace.count(False, [[7] * tokens for tokens in new], [50] * 4, 1, 0, {})
         of_all, of_slowest = pace._record.gains
-        assert of_slowest == of_all or together
+        assert of_slowest == of_all == 1 or together
         assert of_slowest < 0.9 * of_all or not together
     drafted = []
     for share in (1.0, 0.1):
@@ -382,17 +363,17 @@ class Clock:
     def __init__(self, pace: Pace) -> None:
         self.pace, self.seconds = pace, dict.fromkeys(("prefill", "draft", "grow", "verify"), 0.0)
 
-    def round(self, mode: str, nodes: int, draft: float, grow: float, verify: float) -> None:
+    def round(self, drafted: bool, nodes: int, draft: float, grow: float, verify: float) -> None:
         for name, spent in (("draft", draft), ("grow", grow), ("verify", verify)):
             self.seconds[name] += spent
-        self.pace._time(mode, nodes, min(nodes - 1, 2), self.seconds)
+        self.pace._time(drafted, nodes, min(nodes - 1, 2), self.seconds)
 
 
 TIMED_COSTS = Pace.timed_costs
 """What `untimed` takes from all tests but those that ask for it."""
 
 
-def timed(rounds: Iterable[tuple[str, int, float, float, float]], batch: int = 1, **fields: Any) -> Pace:
+def timed(rounds: Iterable[tuple[bool, int, float, float, float]], batch: int = 1, **fields: Any) -> Pace:
     """The pace after rounds of a mode, nodes, and seconds of draft, growth and forward."""
     config = TreeConfig(**fields)
     measured = TIMED_COSTS(config, "cpu")
@@ -420,19 +401,19 @@ def test_costs_that_are_timed(fields: dict[str, Any], device: str, names: set[st
 
 def test_the_cost_of_a_draft_is_the_median_of_its_times() -> None:
     # Two rows of three nodes cost 1 + 0.1 + 2 * 2 * 0.1 of a plain round: 1.5 s are what 1 s is without a draft.
-    drafts = [("tree", 3, 0.4, 0.1, 1.5)] * 3
+    drafts = [(True, 3, 0.4, 0.1, 1.5)] * 3
     known: dict[str, Any] = {"batch": 2, "node_cost": 0.1}
     pace = timed(drafts, **known)
     assert pace.cost().draft == pytest.approx(0.5), "growing its trees included"
     assert pace.cost(False).draft == 0
     assert pace.cost().of(3) == pytest.approx(2.0), "given costs stay"
-    assert timed([("tree", 3, 4.0, 1.0, 15.0)] * 3, **known).cost().draft == pytest.approx(0.5), "a busy machine"
+    assert timed([(True, 3, 4.0, 1.0, 15.0)] * 3, **known).cost().draft == pytest.approx(0.5), "a busy machine"
     assert timed(drafts[:2], **known).cost().draft == 0.25
-    late = [*drafts, ("tree", 3, 50.0, 0.1, 1.5), ("tree", 3, 0.4, 0.1, 0.0), *drafts]
+    late = [*drafts, (True, 3, 50.0, 0.1, 1.5), (True, 3, 0.4, 0.1, 0.0), *drafts]
     assert timed(late, **known).cost().draft == pytest.approx(0.5)
     assert timed(drafts, draft_cost=0.3, **known).cost().draft == 0.3
-    refined = timed([("tree", 3, 0.9, 0.0, 1.5), ("chain", 3, 0.3, 0.0, 1.5)] * 3, refine=2, **known)
-    assert (refined.cost().draft, refined.cost(refined=False).draft) == pytest.approx((0.9, 0.3))
+    refined = timed([(True, 3, 0.9, 0.0, 1.5)] * 3, refine=2, **known)
+    assert refined.cost().draft == pytest.approx(0.9)
 
 
 def verified(sizes: list[int], count: int, cost: Callable[[int], float], seed: int = 0) -> list[Any]:
@@ -441,7 +422,7 @@ def verified(sizes: list[int], count: int, cost: Callable[[int], float], seed: i
     rounds = []
     for _ in range(count):
         nodes = random.choice(sizes)
-        rounds.append(("tree", nodes, 0.0, 0.0, 0.3 * cost(nodes) * random.uniform(0.95, 1.05)))
+        rounds.append((True, nodes, 0.0, 0.0, 0.3 * cost(nodes) * random.uniform(0.95, 1.05)))
     return rounds
 
 
@@ -449,7 +430,7 @@ def test_verifying_costs_what_rounds_of_each_size_took() -> None:
     """With falling steps, and straight lines between sizes that were run."""
     true = {1: 1.0, 2: 1.5, 6: 2.4, 8: 1.9, 30: 2.6}
     rounds = verified(list(true), 400, true.__getitem__)
-    late = ("tree", 30, 0.0, 0.0, 300.0)
+    late = (True, 30, 0.0, 0.0, 300.0)
     for shown in (rounds, [*rounds, late]):
         cost = timed(shown).cost(False)
         for size, known in true.items():
@@ -479,31 +460,12 @@ def test_rounds_without_a_draft_are_timed_now_and_then() -> None:
         pace = pace_of(TreeConfig(draft_cost=0.0, node_cost=0.0), timed=timing)
         plain = []
         for number in range(400):
-            mode, held = pace.choose([copies], [1.0], [DEPTH])
-            assert len(held[0]) == (0 if wanted and mode == "pause" else len(copies))
-            plain.append(mode == "pause")
-            pace.count(mode, [[7, 7, 7]], [50], 1 if plain[-1] else 4, 2, {"verify": 1.0 + number})
+            drafted, held = pace.choose([copies], [1.0], [DEPTH])
+            assert len(held[0]) == (0 if wanted and not drafted else len(copies))
+            plain.append(not drafted)
+            pace.count(drafted, [[7, 7, 7]], [50], 1 if plain[-1] else 4, 2, {"verify": 1.0 + number})
         assert plain[0] == wanted
         assert 2 * wanted <= sum(plain) <= 5 * wanted
-
-
-def test_copies_that_gain_nothing_are_looked_for_seldom() -> None:
-    """Copies are looked for in every round again once they pay; where nothing is timed, always."""
-    for timing, gains, seldom in ((("node_cost",), 0, True), (("node_cost",), 3, False), ((), 0, False)):
-        pace, seconds, looked = pace_of(TreeConfig(draft_cost=0.0), timed=timing), {"draft": 0.0, "verify": 0.0}, []
-
-        def play_on(count: int, gain: int) -> int:
-            for _ in range(count):
-                looked.append(pace.looks_for_copies())  # noqa: B023
-                seconds["draft"] += 0.01 * looked[-1]  # noqa: B023
-                seconds["verify"] += 1.0  # noqa: B023
-                pace.count(PAUSE, [[7] * (1 + gain * looked[-1])], [50], 1, 0, seconds)  # noqa: B023
-            return sum(looked[-count:])  # noqa: B023
-
-        play_on(300, gains)
-        assert play_on(80, gains) == (5 if seldom else 80)
-        assert not seldom or play_on(60, 3) > 20
-        assert not any(pace_of(TreeConfig(nodes=1)).looks_for_copies() for _ in range(3))
 
 
 def test_later_calls_know_what_earlier_ones_took() -> None:
@@ -583,7 +545,7 @@ def test_a_round_that_compiles_shows_no_cost() -> None:
 
     def one_round(nodes: int, verify: float) -> list[float]:
         seconds["verify"] += verify
-        pace.count(PAUSE, [[3]], [9], nodes, int(nodes > 1), seconds)
+        pace.count(False, [[3]], [9], nodes, int(nodes > 1), seconds)
         return pace.cost().verify.tolist()
 
     one_round(1, 0.01)
