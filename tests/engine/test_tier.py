@@ -17,7 +17,6 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_dart import TreeConfig
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding.pace import PAUSE
 from hf_dart.decoding.session import Session
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
@@ -238,10 +237,10 @@ def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> 
                 place.copy_(found)
             self._found = before
 
-    def watched(self: Session, level: str) -> Any:
-        if len(self.pending) > 1 and level != PAUSE:
+    def watched(self: Session, drafted: bool) -> Any:
+        if len(self.pending) > 1 and drafted:
             taken.append(torch.cat([features[0, :1] for features, _, _ in self.pending]))
-        return propose(self, level)
+        return propose(self, drafted)
 
     monkeypatch.setattr(CapturedForward, "step", in_place)
     monkeypatch.setattr(Session, "propose", watched)
