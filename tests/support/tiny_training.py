@@ -42,14 +42,9 @@ def tiny_head(target: Any, **config: Any) -> DartHead:
 
 
 def tiny_trainer(
-    folder: Path,
-    head: Any,
-    target: Any,
-    rows: Any,
-    eval_rows: Any = None,
-    kind: type[Any] = DartTrainer,
+    folder: Path, head: Any, target: Any, rows: Any, eval_rows: Any = None, kind: type[Any] = DartTrainer,
     **arguments: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     fields: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": 8, "per_device_train_batch_size": 4, "anchors_per_row": 6,
         "learning_rate": 1e-2, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "save_strategy": "no",
@@ -57,6 +52,24 @@ def tiny_trainer(
     }
     settings = kind.training_arguments(**{**fields, **arguments})
     return kind(head, target, settings, train_dataset=rows, eval_dataset=eval_rows)
+
+
+def trainer_on(
+    folder: Path, rows: Any, eval_rows: Any = None, head: Any = tiny_head, dtype: Any = torch.float32, **arguments: Any
+) -> Any:
+    """A trainer of a new head, or what `head` makes, of a new target."""
+    target = tiny_target(dtype)
+    return tiny_trainer(folder, head(target), target, rows, eval_rows, **arguments)
+
+
+def copies(module: Any) -> dict[str, Tensor]:
+    """A copy of the weights by their names."""
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def changed(module: Any, before: dict[str, Tensor]) -> set[str]:
+    """Names of the weights that are others than before."""
+    return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
 
 
 def documents_of(*rows: list[int]) -> Tensor:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.chats import CONVERSATION, MARKED, OTHER_PROMPT, PLAIN, THINKING, chat_tokenizer
-from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer, write_json_lines
+from support.tiny_training import VOCABULARY, tiny_head, tiny_target, trainer_on, write_json_lines
 from torch import Tensor
 
 from hf_dart import DartConfig, DartHead
@@ -25,10 +25,9 @@ from hf_dart.training.objective.losses import NO_LABEL
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
 REPLIES = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
-Runs = list[str]
 
 
-def runs_of(ids: np.ndarray, mask: np.ndarray, tokenizer: Any) -> Runs:
+def runs_of(ids: np.ndarray, mask: np.ndarray, tokenizer: Any) -> list[str]:
     """The text of each run of marked tokens."""
     edges = [0, *(np.flatnonzero(np.diff(mask.astype(int))) + 1).tolist(), len(ids)]
     return [tokenizer.decode(ids[begin:end]) for begin, end in pairwise(edges) if mask[begin]]
@@ -69,43 +68,32 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
         ChatFormat(chat_tokenizer(), picky).encode(CONVERSATION)
 
 
-def test_sharegpt_messages_are_understood() -> None:
-    turns = [{"from": "human", "value": "Hi.", "role": None}, {"from": "gpt", "value": "Hello."}]
-    assert as_messages(turns) == [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     with pytest.raises(ValueError, match=r"has the fields .*'speaker'"):
         as_messages([{"speaker": "a", "content": "b"}])
 
 
-def test_an_assistant_that_speaks_first_was_given_that_text() -> None:
+def test_sharegpt_messages_and_an_assistant_that_was_given_its_first_text() -> None:
+    turns = [{"from": "human", "value": "Hi.", "role": None}, {"from": "gpt", "value": "Hello."}]
+    assert as_messages(turns) == [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     tokenizer = chat_tokenizer()
     messages = [{"role": "assistant", "content": "Welcome."}, *CONVERSATION[1:3]]
-    ((ids, mask),) = ChatFormat(tokenizer).encode(messages)
-    assert runs_of(ids, mask, tokenizer) == [REPLIES[0] + tokenizer.eos_token]
+    (document,) = ChatFormat(tokenizer).encode(messages)
+    assert runs_of(*document, tokenizer) == [REPLIES[0] + tokenizer.eos_token]
 
 
 def test_labels_end_with_the_assistants_tokens() -> None:
-    ids = torch.arange(10, 22)[None]
-    documents = torch.zeros_like(ids)
+    ids, rows = torch.arange(10, 22)[None], torch.zeros(2, 1, dtype=torch.long)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]], dtype=torch.bool)
-    anchors = torch.tensor([2, 6])
-    rows = torch.zeros(2, 1, dtype=torch.long)
-    labels = labels_after(ids, documents, rows, target_positions(anchors, 4), mask)
+    labels = labels_after(ids, torch.zeros_like(ids), rows, target_positions(torch.tensor([2, 6]), 4), mask)
     # The second reply is not after the first one's end, though the draft reaches it.
     assert labels.tolist() == [[14, 15, NO_LABEL, NO_LABEL], [18, 19, 20, 21]]
 
 
-def write_chats(path: Path, count: int = 12) -> str:
-    rows = [
-        {"messages": [*CONVERSATION[:-1], {"role": "assistant", "content": f"x = {n}\n" * 9}]} for n in range(count)
-    ]
-    return write_json_lines(path, rows)
-
-
 def test_rows_of_conversations(tmp_path: Path) -> None:
-    source, cache = write_chats(tmp_path / "chats.jsonl"), str(tmp_path / "cache")
-    tokenizer = chat_tokenizer(THINKING)
-    shared: dict[str, Any] = {"max_length": 160, "cache_dir": cache}
-    config = DartConfig()
+    last = [{"role": "assistant", "content": f"x = {n}\n" * 9} for n in range(12)]
+    source = write_json_lines(tmp_path / "chats.jsonl", [{"messages": [*CONVERSATION[:-1], one]} for one in last])
+    tokenizer, config = chat_tokenizer(THINKING), DartConfig()
+    shared: dict[str, Any] = {"max_length": 160, "cache_dir": str(tmp_path / "cache")}
     arguments = DataArguments([source], enable_thinking=False, **shared)
     rows, _ = load_rows(arguments, tokenizer, 4, config)
     written = [tokenizer.decode(row["input_ids"][row["loss_mask"]]) for row in rows]
@@ -144,18 +132,13 @@ def test_another_chat_template_than_the_heads_is_told(tmp_path: Path) -> None:
 
 def test_tokens_that_are_not_the_assistants_move_no_weight(tmp_path: Path) -> None:
     """What stands after the last marked token, in the reach of no label, is for the loss as if it were not there."""
-    target = tiny_target()
     ids = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(3))
-    documents = torch.zeros_like(ids)
-    mask = torch.zeros_like(ids, dtype=torch.bool)
-    mask[:, 6:10] = True
+    mask = torch.zeros(24, dtype=torch.bool)
+    mask[6:10] = True
 
     def loss_of(ids: Tensor) -> float:
-        rows = [
-            dict(zip(("input_ids", "documents", "loss_mask"), row, strict=True))
-            for row in zip(ids, documents, mask, strict=True)
-        ]
-        trainer = tiny_trainer(tmp_path, tiny_head(target), target, rows, loss="left_to_right", anchors_per_row=24)
+        rows = [{"input_ids": row, "documents": torch.zeros_like(row), "loss_mask": mask} for row in ids]
+        trainer = trainer_on(tmp_path, rows, loss="left_to_right", anchors_per_row=24)
         batch = trainer.data_collator(rows)
         assert trainer.draw(batch, torch.Generator()) == 2 * 4
         with torch.no_grad():

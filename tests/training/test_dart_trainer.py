@@ -7,56 +7,28 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import changed, copies, tiny_head, tiny_target, tiny_trainer, token_rows, trainer_on
 
 from hf_dart import DartHead
 from hf_dart.training.record import training_record
 from hf_dart.training.trainers.drafts import Drafts, Goals
 
 
-def test_a_selector_is_trained_on_a_frozen_head(tmp_path: Path) -> None:
-    target = tiny_target()
-    head = tiny_head(target)
-    rows = token_rows(LENGTHS * 4)
-    with pytest.raises(ValueError, match="add_selector"):
-        tiny_trainer(tmp_path, head, target, rows, max_steps=1, selector_only=True)
-    head.add_selector(8)
-    before = {name: value.clone() for name, value in head.state_dict().items()}
-    trainer = tiny_trainer(
-        tmp_path,
-        head,
-        target,
-        rows,
-        max_steps=40,
-        logging_steps=5,
-        learning_rate=1e-2,
-        selector_only=True,
-        save_strategy="steps",
-        save_steps=40,
-    )
-    trainer.train()
-    logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    assert logs[-1] < logs[0]
-    changed = {name for name, value in head.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {name for name in before if name.startswith("selector.")}
-    loaded = DartHead.from_pretrained(str(tmp_path / "checkpoint-40"), target=target)
-    assert loaded.config.selector_rank == 8
-    assert all(torch.equal(value, head.state_dict()[name]) for name, value in loaded.state_dict().items())
+def selecting(target: Any) -> DartHead:
+    return tiny_head(target).add_selector(4)
 
 
 @pytest.mark.parametrize("chunk", [64, 0])
-def test_a_selector_learns_nothing_from_rows_without_blocks(tmp_path: Path, chunk: int) -> None:
-    target = tiny_target()
+def test_a_selector_learns_alone_and_nothing_from_rows_without_blocks(tmp_path: Path, chunk: int) -> None:
     rows = [
         {**row, "loss_mask": torch.full((24,), learned)} for learned in (False, True) for row in token_rows([[24]] * 2)
     ]
-    options: dict[str, Any] = {"selector_only": True, "loss_chunk": chunk, "max_steps": 4}
-    head = tiny_head(target).add_selector(4)
-    trainer = tiny_trainer(tmp_path, head, target, rows, rows, per_device_train_batch_size=1, **options)
-    before = {name: weight.clone() for name, weight in head.selector.state_dict().items()}
+    options: dict[str, Any] = {"selector_only": True, "loss_chunk": chunk, "per_device_train_batch_size": 1}
+    trainer = trainer_on(tmp_path, rows, rows, selecting, **options, max_steps=16)
+    before, loss = copies(trainer.drafter), trainer.evaluate()["eval_loss"]
     trainer.train()
-    assert any(not torch.equal(weight, before[name]) for name, weight in head.selector.state_dict().items())
-    assert trainer.evaluate()["eval_loss"] > 0
+    assert changed(trainer.drafter, before) == {name for name in before if name.startswith("selector.")}
+    assert 0 < trainer.evaluate()["eval_loss"] < loss
 
 
 @pytest.mark.parametrize("chunk", [64, 3])
@@ -118,26 +90,18 @@ def test_the_loss_is_that_of_the_reference(
     assert trainer._selector_loss(drafts).item() == pytest.approx(expected.item(), rel=1e-9)
 
 
-def test_evaluations_draw_the_same_noise(tmp_path: Path) -> None:
-    target, rows = tiny_target(), token_rows([[24]] * 4)
-    head = tiny_head(target).add_selector(4)
+def test_evaluations_draw_the_same_noise_and_every_micro_batch_its_own(tmp_path: Path) -> None:
+    rows = token_rows([[24]] * 8)
     options: dict[str, Any] = {"selector_only": True, "learning_rate": 0.0, "max_steps": 3}
-    trainer = tiny_trainer(tmp_path, head, target, rows, rows, **options)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
-    record = training_record(trainer)
-    assert (record["selector_only"], record["selector_noise"]) == (True, 0.5)
-
-
-def test_every_micro_batch_has_noise_of_its_own(tmp_path: Path) -> None:
-    target, rows = tiny_target(), token_rows([[24]] * 8)
-    head = tiny_head(target).add_selector(4)
-    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
-    trainer = tiny_trainer(tmp_path, head, target, rows, selector_only=True, **options)
+    trainer = trainer_on(tmp_path, rows, rows, selecting, gradient_accumulation_steps=2, **options)
     seeds = []
     for _ in range(2):  # a resumed run draws the same again
         samples, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 2, torch.device("cpu"))
         seeds.append([sample["seed"] for sample in samples])
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 2
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
+    record = training_record(trainer)
+    assert (record["selector_only"], record["selector_noise"]) == (True, 0.5)

@@ -29,6 +29,7 @@ def tiny_drafter(target: Any, **config: Any) -> DiffusionDrafter:
 
 
 tiny_trainer = partial(tiny_training.tiny_trainer, kind=DiffusionTrainer)
+trainer_on = partial(tiny_training.trainer_on, head=tiny_drafter, kind=DiffusionTrainer)
 
 
 def drawn_batch(trainer: Any, rows: list[dict[str, Tensor]], seed: int = 0) -> dict[str, Tensor]:
@@ -124,19 +125,15 @@ def test_the_text_teaches_the_first_token_of_a_draft_behind_every_entry(
 
 def test_evaluations_are_of_the_blocks_alone(tmp_path: Path) -> None:
     """Whatever the text weighs: losses of runs compare."""
-    target = tiny_target()
     rows = token_rows(LENGTHS * 2)
-    losses = []
-    for weight in (0.0, 1.0):
-        trainer = tiny_trainer(tmp_path, tiny_drafter(target), target, rows, eval_rows=rows, text_weight=weight)
-        losses.append(trainer.evaluate()["eval_loss"])
-    assert losses[0] == losses[1]
+    trainers = (trainer_on(tmp_path, rows, rows, text_weight=weight) for weight in (0.0, 1.0))
+    first, second = (trainer.evaluate()["eval_loss"] for trainer in trainers)
+    assert first == second
 
 
 def test_what_is_masked(tmp_path: Path) -> None:
-    """Revealed are true tokens, as many as the times say; and the same seed gives the same."""
-    target = tiny_target()
-    trainer = tiny_trainer(tmp_path, tiny_drafter(target), target, [], anchors_per_row=20, revealed_share=0.75)
+    """Revealed are true tokens, as many as the times say, which are spread; and the same seed gives the same."""
+    trainer = trainer_on(tmp_path, [], anchors_per_row=20, revealed_share=0.75)
     rows = token_rows([[40, 9, 24], [73], [60, -13]] * 3)
     batch = drawn_batch(trainer, rows)
     present, slots, times = batch["anchors"] >= 0, batch["slots"], batch["times"]
@@ -154,9 +151,6 @@ def test_what_is_masked(tmp_path: Path) -> None:
     again = drawn_batch(trainer, rows)
     assert all(torch.equal(batch[name], again[name]) for name in batch)
     assert not torch.equal(slots, drawn_batch(trainer, rows, seed=1)["slots"])
-
-
-def test_times_are_spread() -> None:
     times = draw_times(10, 1.0, seeded(0)).sort().values
     assert (times > 0).all()
     assert torch.equal((times * 10).long(), torch.arange(10))
@@ -167,12 +161,10 @@ def test_times_are_spread() -> None:
 @pytest.mark.parametrize("loss", ["left_to_right", "dpace", "dart"])
 def test_the_target_runs_only_where_it_is_asked(tmp_path: Path, loss: str) -> None:
     """For text alone it does not."""
-    target = tiny_target()
     runs: list[int] = []
-    trainer = tiny_trainer(tmp_path, tiny_drafter(target), target, token_rows(LENGTHS * 4), loss=loss)
-    counting = target.register_forward_pre_hook(lambda *_: runs.append(1))
+    trainer = trainer_on(tmp_path, token_rows(LENGTHS * 4), loss=loss)
+    trainer.target.register_forward_pre_hook(lambda *_: runs.append(1))
     trainer.train()
-    counting.remove()
     tries = 3  # of packed rows that are kept apart, and of logits of some tokens beside all
     assert len(runs) == (8 + tries if loss == "dart" else 0)
 
@@ -201,9 +193,5 @@ def test_training_makes_better_drafts(tmp_path: Path) -> None:
     assert after > tau + 0.5
     loaded = DiffusionDrafter.from_pretrained(str(tmp_path / "checkpoint-60"), target=target)
     assert decoded(loaded)[1] == committed
-
-
-def test_embeddings_of_its_own_are_not_trained(tmp_path: Path) -> None:
-    target = tiny_target()
     with pytest.raises(ValueError, match=r"give share_embeddings=True\.$"):
         tiny_trainer(tmp_path, tiny_drafter(target, share_embeddings=False), target, [])

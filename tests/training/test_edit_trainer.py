@@ -11,11 +11,14 @@ from support.tiny_training import (
     LENGTHS,
     VOCABULARY,
     batch_of,
+    changed,
+    copies,
     taught,
     tiny_head,
     tiny_target,
     tiny_trainer,
     token_rows,
+    trainer_on,
 )
 from torch import Tensor
 
@@ -28,11 +31,8 @@ TARGET = tiny_target(torch.float64)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 OWN = {"true": 0.0, "sampled": 0.0}  # shares of the blocks: all hold the head's own draft
 SHAPES = [
-    {},
-    {"num_layers": 2, "inject_features": True},
-    {"mask_mode": "peagle", "mask_token_id": 1},
-    {"input_form": "stream", "num_layers": 2},
-    {"block_attention": "bidirectional"},
+    {}, {"num_layers": 2, "inject_features": True}, {"mask_mode": "peagle", "mask_token_id": 1},
+    {"input_form": "stream", "num_layers": 2}, {"block_attention": "bidirectional"},
     {"draft_vocabulary": range(0, VOCABULARY, 2)},
 ]
 
@@ -133,31 +133,22 @@ def test_coupled_draft_shares_the_noise() -> None:
 
 @pytest.mark.parametrize("editor_only", [False, True])
 def test_training(editor_only: bool, tmp_path: Path) -> None:
-    target = tiny_target()
-    head = tiny_head(target).add_editor()
-    before = {name: weight.clone() for name, weight in head.named_parameters()}
-    rows = token_rows([[24]] * 8)
-    trainer = tiny_trainer(
-        tmp_path, head, target, rows, rows, kind=EditTrainer, max_steps=16, loss_chunk=16, editor_only=editor_only
-    )
-    start = trainer.evaluate()
+    rows, options = token_rows([[24]] * 8), {"max_steps": 16, "loss_chunk": 16, "editor_only": editor_only}
+    trainer = trainer_on(tmp_path, rows, rows, kind=EditTrainer, **options)
+    start, before = trainer.evaluate(), copies(trainer.drafter)
     assert start["eval_tau_edited"] == start["eval_tau"]  # an untrained editor changes nothing
     trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < start["eval_loss"]
-    moved = {name for name, weight in head.named_parameters() if not torch.equal(weight, before[name])}
+    assert trainer.evaluate()["eval_loss"] < start["eval_loss"]
+    moved = changed(trainer.drafter, before)
     assert {"editor.correction.weight", "editor.fc.weight"} <= moved
     assert all(name.startswith("editor") for name in moved) == editor_only
 
 
-def test_metrics_are_those_of_their_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taus = iter((1.5, 2.5))
     monkeypatch.setattr("hf_dart.training.trainers.evaluation.draft_figures", lambda counts: {"tau": next(taus)})
     found = trainer_of(tmp_path, editing_head(TARGET)).evaluate()
-    assert (found["eval_tau"], found["eval_tau_edited"]) == (1.5, 2.5)
-
-
-def test_refusals(tmp_path: Path) -> None:
+    assert (found["eval_tau"], found["eval_tau_edited"]) == (1.5, 2.5)  # of the passes in their order
     with pytest.raises(ValueError, match="Edit passes go with shifted logits"):
         trainer_of(tmp_path, tiny_head(TARGET, shift_logits=False))
     with pytest.raises(ValueError, match="trained apart"):

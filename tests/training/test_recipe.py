@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -29,6 +30,9 @@ def test_flags_override_a_recipe(tmp_path: Path) -> None:
     assert not options.data.packing
     assert options.given["packing"] is False
     assert "warmup_steps" not in options.given
+    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "train_data": ["a.txt"], "fsdp": False}))
+    assert read_recipe([str(file)]).training.fsdp in (False, None)  # in a recipe it is a word
+    assert read_recipe([str(file), "--fsdp", "true"]).training.fsdp is True
 
 
 def test_the_recipe_for_gemma_reads_and_its_prompts_are_written(tmp_path: Path) -> None:
@@ -47,39 +51,26 @@ def test_the_recipe_for_gemma_reads_and_its_prompts_are_written(tmp_path: Path) 
     assert [len(text.split("Question: ")) - 1 for text in texts] == [0, 4, 1]
 
 
-def test_fsdp_is_a_word_in_a_recipe(tmp_path: Path) -> None:
+def test_mistakes_in_a_recipe(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "train_data": ["a.txt"], "fsdp": False}))
-    assert read_recipe([str(file)]).training.fsdp in (False, None)
-    assert read_recipe([str(file), "--fsdp", "true"]).training.fsdp is True
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
+    for content, says in (
         ("train_dat: [x]", "did you mean 'train_data'?"),
         ("zzzzzzzz: 1", "--help' lists all"),
         ("train_data: [x]", "output_dir is missing"),
         ("output_dir: x", "required: --train_data"),
         ("- a list", "holds no options"),
         ("a: [", "Cannot read the recipe"),
-    ],
-)
-def test_mistakes_in_a_recipe(tmp_path: Path, content: str, says: str) -> None:
-    file = tmp_path / "recipe.yaml"
-    file.write_text(content)
-    with pytest.raises(ValueError) as error:  # noqa: PT011
-        read_recipe([str(file)])
-    assert says in str(error.value)
-
-
-def test_options_of_a_new_drafter_are_fields_of_its_config() -> None:
-    for options, config in ((HeadArguments, DartConfig), (DiffusionArguments, DiffusionConfig)):
-        names = {one.name for one in fields(options)} - {"drafter", "head"}
-        assert names <= {one.name for one in fields(config)}
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=re.escape(says)):
+            read_recipe([str(file)])
 
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of a new drafter are fields of its config."""
+    for options, config in ((HeadArguments, DartConfig), (DiffusionArguments, DiffusionConfig)):
+        names = {one.name for one in fields(options)} - {"drafter", "head"}
+        assert names <= {one.name for one in fields(config)}
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("--train_data", "--draft_length", "--loss", "--target", "RECIPE"))

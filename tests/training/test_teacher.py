@@ -37,10 +37,8 @@ def softcapped() -> Any:
     """A target that bounds its logits after its LM head."""
     torch.manual_seed(0)
     fields = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
-    config = Gemma2Config(
-        vocab_size=VOCABULARY, num_key_value_heads=2, head_dim=8, initializer_range=0.3, **fields,
-        final_logit_softcapping=3.0,
-    )  # fmt: skip
+    fields |= {"vocab_size": VOCABULARY, "num_key_value_heads": 2, "head_dim": 8}
+    config = Gemma2Config(**fields, initializer_range=0.3, final_logit_softcapping=3.0)
     return Gemma2ForCausalLM(config).double().eval()
 
 
@@ -147,13 +145,10 @@ def test_memory_does_not_grow_with_text_and_vocabulary(size: int | None, tmp_pat
     target.requires_grad_(False)
     taught(trainer, batch)  # the target is tried out once
     table = target.lm_head.weight.untyped_storage().data_ptr()  # of which operators return views
-
-    def made(one: Tensor) -> bool:
-        return one.untyped_storage().data_ptr() != table
-
-    with Largest(made) as step:
+    step, evaluation = (Largest(lambda one: one.untyped_storage().data_ptr() != table) for _ in range(2))
+    with step:
         trainer.compute_loss(head, dict(batch)).backward()
-    with Largest(made) as evaluation:
+    with evaluation:
         trainer.prediction_step(head, dict(batch), prediction_loss_only=False)
     whole, blocks = vocabulary * batch["input_ids"].numel(), vocabulary * (batch["anchors"] >= 0).sum()
     assert max(step.elements, evaluation.elements) <= blocks * head.draft_length < 0.05 * whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.families import HYBRIDS
-from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, changed, copies, tiny_head, tiny_target, tiny_trainer, token_rows, trainer_on
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -19,33 +20,25 @@ from hf_dart.training import DartTrainer, DartTrainingArguments, DecodingCallbac
 
 
 def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> None:
-    target = tiny_target()
-    head = tiny_head(target)
-    before = {name: value.clone() for name, value in head.state_dict().items()}
-    target_before = {name: value.clone() for name, value in target.state_dict().items()}
-    rows = token_rows(LENGTHS * 4)
-    trainer = tiny_trainer(
-        tmp_path, head, target, rows, max_steps=30, logging_steps=5, save_strategy="steps", save_steps=30
-    )
+    saving = {"save_strategy": "steps", "save_steps": 30}
+    trainer = trainer_on(tmp_path, token_rows(LENGTHS * 4), max_steps=30, logging_steps=5, **saving)
+    target, head = trainer.target, trainer.drafter
+    before, target_before = copies(head), copies(target)
     trainer.train()
-
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert float(logs[-1]["loss"]) < 0.8 * float(logs[0]["loss"])
-    assert all(not torch.equal(value, before[name]) for name, value in head.state_dict().items())
-    assert all(torch.equal(value, target_before[name]) for name, value in target.state_dict().items())
+    logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[-1] < 0.8 * logs[0]
+    assert changed(head, before) == before.keys()
+    assert not changed(target, target_before)
     assert all(p.requires_grad and p.grad is None for p in target.parameters())
     assert not target.training
-
     loaded = DartHead.from_pretrained(str(tmp_path / "checkpoint-30"), target=target)
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(value, head.state_dict()[name])
+    assert not changed(loaded, copies(head))
 
 
 @pytest.mark.parametrize(("counted", "tokens"), [("non_padding", 72 - 6), ("all", 72), ("no", 72 - 6)])
 def test_tokens_are_counted(counted: str, tokens: int, tmp_path: Path) -> None:
     options = {"include_num_input_tokens_seen": counted, "max_steps": 2, "logging_steps": 1}
-    target = tiny_target()
-    trainer = tiny_trainer(tmp_path, tiny_head(target), target, token_rows(LENGTHS), **options)
+    trainer = trainer_on(tmp_path, token_rows(LENGTHS), **options)
     trainer.train()
     assert trainer.state.num_input_tokens_seen == 2 * tokens
     logged = [entry["num_input_tokens_seen"] for entry in trainer.state.log_history if "num_input_tokens_seen" in entry]
@@ -56,27 +49,14 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
     """Rows with few anchors must not count more for being alone in their micro-batch."""
     rows = token_rows([[24], [8, -16], [12, 12], [6, -18]])
     results = []
+    options = {"optim": "sgd", "max_grad_norm": 0.0, "lr_scheduler_type": "constant", "max_steps": 1}
+    options |= {"logging_steps": 1, "loss_chunk": 5}
+    options |= {"anchors_per_row": 24}  # all: what is drawn does not depend on how the rows are batched
     for batch, accumulation in ((4, 1), (1, 4)):
-        target = tiny_target(torch.float64)
-        head = tiny_head(target)
-        trainer = tiny_trainer(
-            tmp_path,
-            head,
-            target,
-            rows,
-            # Every possible anchor: what is drawn does not depend on how the rows are batched.
-            anchors_per_row=24,
-            max_steps=1,
-            per_device_train_batch_size=batch,
-            gradient_accumulation_steps=accumulation,
-            optim="sgd",
-            max_grad_norm=0.0,
-            lr_scheduler_type="constant",
-            logging_steps=1,
-            loss_chunk=5,
-        )
+        sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+        trainer = trainer_on(tmp_path, rows, dtype=torch.float64, **options, **sizes)
         trainer.train()
-        results.append((float(trainer.state.log_history[0]["loss"]), head.state_dict()))
+        results.append((float(trainer.state.log_history[0]["loss"]), trainer.drafter.state_dict()))
     # The loss is summed in fp32, and logged with four digits.
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-3)
     for name, value in results[0][1].items():
@@ -85,15 +65,14 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
     """As soon as a step has thrown the weights out of range."""
-    target, options = tiny_target(), {"learning_rate": 1e30, "warmup_steps": 2, "max_steps": 6}
-    trainer = tiny_trainer(tmp_path, tiny_head(target), target, token_rows(LENGTHS * 4), **options)
+    trainer = trainer_on(tmp_path, token_rows(LENGTHS * 4), learning_rate=1e30, warmup_steps=2, max_steps=6)
     with pytest.raises(FloatingPointError, match=r"loss of step 3 is nan; .*lower learning_rate"):
         trainer.train()
 
 
 def test_rows_that_hold_no_block_are_refused(tmp_path: Path) -> None:
-    target, short = tiny_target(), token_rows([[4, 4, 3], [2, 2, 2, 5]])
-    trainer = tiny_trainer(tmp_path, tiny_head(target, draft_length=6), target, short, max_steps=20)
+    short = token_rows([[4, 4, 3], [2, 2, 2, 5]])
+    trainer = trainer_on(tmp_path, short, head=partial(tiny_head, draft_length=6), max_steps=20)
     with pytest.raises(ValueError, match="nothing to train on"):
         trainer.train()
     with pytest.raises(ValueError, match="nothing to evaluate"):
@@ -105,11 +84,9 @@ def masked(rows: list[dict[str, Any]], learned: bool) -> list[dict[str, Any]]:
 
 
 def test_rows_without_blocks_leave_the_loss_as_it_is(tmp_path: Path) -> None:
-    target = tiny_target()
     rows = masked(token_rows([[24], [8, 16], [6, -18]]), True)
     for size in (1, 2, 4):
-        options = {"per_device_eval_batch_size": size, "anchors_per_row": 30}
-        trainer = tiny_trainer(tmp_path, tiny_head(target), target, rows, **options)
+        trainer = trainer_on(tmp_path, rows, per_device_eval_batch_size=size, anchors_per_row=30)
         found = trainer.evaluate(rows)["eval_loss"]
         if size == 1:
             expected = found  # of blocks, though rows have different numbers of them
@@ -121,14 +98,14 @@ def test_rows_without_blocks_leave_the_loss_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bf16", [True, False])
 def test_a_head_in_32_bits_learns_beside_a_target_in_16(tmp_path: Path, bf16: bool) -> None:
     """By autocast of both, the LM head outside the head's forward included, or as the target was loaded."""
-    target, seen = tiny_target(torch.float32 if bf16 else torch.bfloat16), set()
-    head = tiny_head(target).float()
-    target.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
-    trainer = tiny_trainer(tmp_path, head, target, token_rows(LENGTHS), bf16=bf16, max_steps=2, logging_steps=1)
+    options, seen = {"bf16": bf16, "max_steps": 2, "logging_steps": 1}, set()
+    dtype, head = torch.float32 if bf16 else torch.bfloat16, lambda target: tiny_head(target).float()
+    trainer = trainer_on(tmp_path, token_rows(LENGTHS), head=head, dtype=dtype, **options)
+    trainer.target.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
     trainer.train()
     assert seen == {torch.bfloat16}
     assert math.isfinite(float(trainer.state.log_history[0]["loss"]))
-    assert head.fc.weight.dtype == torch.float32
+    assert trainer.drafter.fc.weight.dtype == torch.float32
 
 
 @pytest.mark.parametrize("takes_positions", [True, False])
@@ -149,8 +126,7 @@ def test_a_target_that_mixes_documents_is_refused(tmp_path: Path, takes_position
 
 
 def test_what_could_not_be_trained_or_kept_is_refused(tmp_path: Path) -> None:
-    target = tiny_target()
-    rows = token_rows(LENGTHS)
+    target, rows = tiny_target(), token_rows(LENGTHS)
     eagle = EagleDrafter.from_target(target, feature_layers=[0, 2, 3], draft_length=4, own_lm_head=True)
     for kind, own in ((DartTrainer, tiny_head(target, own_lm_head=True)), (EagleTrainer, eagle)):
         with pytest.raises(ValueError, match="loss_chunk=0"):
@@ -166,6 +142,8 @@ def test_what_could_not_be_trained_or_kept_is_refused(tmp_path: Path) -> None:
     adapted.add_adapter(LoraConfig(r=2))
     with pytest.raises(ValueError, match="merge it into its head first"):
         tiny_trainer(tmp_path, adapted, target, rows, selector_only=True)
+    with pytest.raises(ValueError, match="add_selector"):
+        tiny_trainer(tmp_path, tiny_head(target), target, rows, selector_only=True)
 
 
 def test_a_target_over_several_gpus_takes_them_all(tmp_path: Path) -> None:
@@ -189,13 +167,8 @@ def own_text(target: Any, rows: int, seed: int) -> list[dict[str, Tensor]]:
     """Rows that a target wrote itself, greedily."""
     torch.manual_seed(seed)
     prompts = torch.randint(2, target.config.vocab_size, (rows, PROMPT))
-    written = target.generate(
-        prompts,
-        attention_mask=torch.ones_like(prompts),
-        do_sample=False,
-        max_new_tokens=LENGTH - PROMPT,
-        eos_token_id=None,
-    )
+    greedy = {"do_sample": False, "max_new_tokens": LENGTH - PROMPT, "eos_token_id": None}
+    written = target.generate(prompts, attention_mask=torch.ones_like(prompts), **greedy)
     return [{"input_ids": row, "documents": torch.zeros_like(row)} for row in written]
 
 
