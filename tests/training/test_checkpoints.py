@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -24,10 +21,14 @@ from support.scripts import command, environment
 from support.tiny_training import (
     LENGTHS,
     VOCABULARY,
+    changed,
+    copies,
+    largest_file,
     tiny_head,
     tiny_target,
     tiny_trainer,
     token_rows,
+    trainer_on,
     write_json_lines,
 )
 
@@ -50,8 +51,6 @@ def trainer_of(folder: Path, head: Any = None, **arguments: Any) -> Any:
     return tiny_trainer(folder, head, target, ROWS, ROWS[:1], kind=kind, **{**fields, **arguments})
 
 
-# ---- runs that were interrupted -----------------------------------------------------------------------------
-
 RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 2}
 
 
@@ -60,8 +59,7 @@ def assert_is_the_whole_run(trainer: Any, folder: Path) -> None:
     assert trainer.state.global_step == RUN["max_steps"]
     whole = trainer_of(folder, **{**RUN, "save_strategy": "no"})
     whole.train()
-    for name, value in whole.drafter.state_dict().items():
-        assert torch.equal(value, trainer.drafter.state_dict()[name]), name
+    assert not changed(trainer.drafter, whole.drafter.state_dict())
 
 
 def saved_in(folder: Path) -> set[str]:
@@ -103,17 +101,6 @@ def dying(folder: str, step: str) -> None:
     trainer.train()
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """No file may grow beyond `size` bytes: writing fails as it does on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer_of(run, **{**RUN, "max_steps": 2}).train()
@@ -140,10 +127,9 @@ def stream(folder: Path) -> Any:
 def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None:
     """Within the first pass through the documents, and after it."""
     weights = []
+    options = {"per_device_train_batch_size": 8, "max_steps": 11, "save_strategy": "steps", "save_steps": step}
     for checkpoint in (None, str(tmp_path / f"checkpoint-{step}")):
-        target = tiny_target()
-        options = {"per_device_train_batch_size": 8, "max_steps": 11, "save_strategy": "steps", "save_steps": step}
-        trainer = tiny_trainer(tmp_path, tiny_head(target), target, stream(tmp_path), **options)
+        trainer = trainer_on(tmp_path, stream(tmp_path), **options)
         trainer.train(resume_from_checkpoint=checkpoint)
         assert trainer.state.global_step == 11
         weights.append(trainer.drafter.state_dict())
@@ -212,15 +198,8 @@ def test_tuples_come_back_as_lists(tmp_path: Path) -> None:
     check_checkpoint(tmp_path / "checkpoint-1", trainer.drafter)
 
 
-def test_weights_only(run: Path) -> None:
-    checkpoint = run / "head" / "checkpoint-2"
-    (checkpoint / "optimizer.pt").unlink()
-    refused(trainer_of(run / "on"), checkpoint, "no checkpoint: it holds no optimizer.pt; begin .* `head: .*-2`")
-
-
-@pytest.mark.parametrize(
-    ("head", "begun", "says"),
-    [
+def test_checkpoints_of_another_run_and_weights_only(run: Path) -> None:
+    cases: list[tuple[Any, str, str]] = [
         (lambda target: EagleDrafter.from_target(target, draft_length=4), "head", "has model_type='dart' and this run"),
         (copied, "head", "a whole drafter and this run"),
         (tiny_head, "adapter", "holds an adapter and this run trains a whole drafter"),
@@ -229,11 +208,12 @@ def test_weights_only(run: Path) -> None:
         (partial(copied, lora=LoraArguments(lora_rank=3)), "adapter", "has r=2 and this run 3"),
         (partial(copied, lora=LoraArguments(2, lora_targets=["q_proj"])), "adapter", "does not fit this head"),
         (scaled, "adapter", "has use_rslora=False and this run True"),
-    ],
-    ids=lambda part: part if isinstance(part, str) else "",
-)
-def test_checkpoints_of_another_run(run: Path, head: Callable[[Any], Any], begun: str, says: str) -> None:
-    refused(trainer_of(run / "on", head), run / begun / "checkpoint-2", says)
+    ]
+    for head, begun, says in cases:
+        refused(trainer_of(run / "on", head), run / begun / "checkpoint-2", says)
+    checkpoint = run / "head" / "checkpoint-2"
+    (checkpoint / "optimizer.pt").unlink()
+    refused(trainer_of(run / "on"), checkpoint, "no checkpoint: it holds no optimizer.pt; begin .* `head: .*-2`")
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -249,21 +229,19 @@ def test_an_adapter_is_trained_alone_and_resumes(tmp_path: Path, trained: bool) 
         return apply_lora(DartHead.from_pretrained(str(base), target=target), LoraArguments(lora_rank=2))
 
     whole, first = trainer_of(tmp_path / "run", head), tmp_path / "run" / "checkpoint-1"
-    before = {name: value.clone() for name, value in whole.drafter.state_dict().items()}
+    before = copies(whole.drafter)
     whole.train()
-    after = whole.drafter.state_dict()
-    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
-    assert changed
-    assert all("lora_" in name or "modules_to_save" in name for name in changed)
+    after, moved = whole.drafter.state_dict(), changed(whole.drafter, before)
+    assert moved
+    assert all("lora_" in name or "modules_to_save" in name for name in moved)
     resumed = trainer_of(tmp_path / "on", head)
     resumed.train(resume_from_checkpoint=str(first))
     last = first.with_name("checkpoint-2")
     assert not (last / "model.safetensors").exists()
-    loaded = DartHead.from_pretrained(str(last), target=whole.target).state_dict()
-    for name, value in after.items():
-        assert torch.equal(resumed.drafter.state_dict()[name], value)
-        # What new parts were before training is not kept.
-        assert "original_module" in name or torch.equal(loaded[name], value)
+    assert not changed(resumed.drafter, after)
+    # What new parts were before training is not kept.
+    others = changed(DartHead.from_pretrained(str(last), target=whole.target), after)
+    assert all("original_module" in name for name in others)
     if trained:
         refused(trainer_of(tmp_path / "on", partial(head, seed=2)), first, "was trained on another head")
 
@@ -279,8 +257,8 @@ def test_nothing_is_trained_behind_the_last_step(run: Path, max_steps: int) -> N
     assert not list((run / "on").iterdir())
 
 
-def test_a_resumed_run_is_as_patient_as_the_run(tmp_path: Path) -> None:
-    """Whatever stopped it; more patience lets it go on."""
+def test_a_resumed_run_is_as_patient_as_the_run(tmp_path: Path, run: Path) -> None:
+    """Whatever stopped it; more patience lets it go on, and early stopping may be added."""
 
     def steps(patience: int, **options: Any) -> int:
         still = {"learning_rate": 0.0, "max_steps": 6, **EVALUATED}
@@ -292,9 +270,6 @@ def test_a_resumed_run_is_as_patient_as_the_run(tmp_path: Path) -> None:
     assert steps(2) == 3
     assert steps(2) == 3
     assert steps(3) == 4
-
-
-def test_early_stopping_may_be_added(run: Path) -> None:
     trainer = trainer_of(run / "on", early_stopping_patience=3, max_steps=3, **EVALUATED)
     trainer.train(resume_from_checkpoint=str(run / "head" / "checkpoint-2"))
     assert trainer.state.global_step == 3

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support.chats import CONVERSATION, PLAIN, chat_tokenizer
-from support.tiny_training import tiny_target, write_json_lines
+from support.tiny_training import largest_file, tiny_head, tiny_target, write_json_lines
 
-from hf_dart import DartHead
 from hf_dart.cli import main
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.regenerate.regenerate import begin, open_sources, regenerate
@@ -78,20 +74,15 @@ def test_texts_are_what_generate_writes_with_a_seed_for_each_row(tmp_path: Path,
     out = run(tmp_path / "out", texts)
     records = records_in(out)
     assert [record["row"] for record in records] == list(range(len(pieces)))
+    assert {record["sampling"] for record in records} == {0, 1, 2}
     for number, (record, piece) in enumerate(zip(records, pieces, strict=True)):
         random = np.random.default_rng([SETTINGS.seed, number])
         way = int(random.choice(3, p=[0.4, 0.3, 0.3]))
         prefix = int(random.integers(4, 10))
         prompt = torch.tensor([piece[:prefix]])
         torch.manual_seed(int(random.integers(2**31)))
-        alone = MODEL.generate(
-            prompt,
-            max_new_tokens=min(24 - prefix, 12),
-            pad_token_id=0,
-            top_k=0,
-            do_sample=way == 0,
-            repetition_penalty=1.1 if way == 1 else 1.0,
-        )
+        how = {"do_sample": way == 0, "top_k": 0, "repetition_penalty": 1.1 if way == 1 else 1.0}
+        alone = MODEL.generate(prompt, max_new_tokens=min(24 - prefix, 12), pad_token_id=0, **how)
         assert record["input_ids"] == alone[0].tolist()
         assert record["prompt_tokens"] == prompt.shape[1] == len(record["input_ids"]) - record["new_tokens"]
         assert (record["sampling"], record["text"]) == (way, TOKENIZER.decode(alone[0], skip_special_tokens=True))
@@ -102,8 +93,7 @@ def test_texts_are_what_generate_writes_with_a_seed_for_each_row(tmp_path: Path,
 
 
 def test_with_a_head_the_text_is_the_same(tmp_path: Path, texts: Any) -> None:
-    fields = {"draft_length": 3, "feature_layers": [1, 2], "initializer_range": 0.3, "tree": {"nodes": 6}}
-    head = DartHead.from_target(MODEL, **fields)
+    head = tiny_head(MODEL, draft_length=3, feature_layers=[1, 2], initializer_range=0.3, tree={"nodes": 6})
     drafted = records_in(run(tmp_path / "drafted", texts, head=head, rows=12))
     assert len(drafted) == 12
     assert drafted == records_in(run(tmp_path / "plain", texts, rows=12))
@@ -127,21 +117,17 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path: Path, texts
 
 
 def test_a_full_disk_keeps_the_text_so_far(tmp_path: Path, texts: Any) -> None:
-    out, before = run(tmp_path / "out", texts, rows=4), resource.getrlimit(resource.RLIMIT_FSIZE)
+    out = run(tmp_path / "out", texts, rows=4)
     kept, size = records_in(out), (out / "rows-1-of-1.jsonl").stat().st_size
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, before[1]))  # where the system breaks the next row off
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            run(out, texts, rows=8)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    # The system breaks the next row off.
+    with largest_file(size + 100), pytest.raises(OSError, match="File too large"):
+        run(out, texts, rows=8)
     assert records_in(out) == kept
     assert records_in(run(out, texts, rows=8)) == records_in(run(tmp_path / "whole", texts, rows=8))
 
 
-@pytest.mark.parametrize("count", [2, 3])
-def test_shards_together_hold_the_rows_of_one_process(tmp_path: Path, texts: Any, count: int) -> None:
-    alone = records_in(run(tmp_path / "alone", texts))
+def test_shards_together_hold_the_rows_of_one_process(tmp_path: Path, texts: Any) -> None:
+    alone, count = records_in(run(tmp_path / "alone", texts)), 3
     for number in range(count, 0, -1):
         run(tmp_path / "shared", texts, shard=(number, count), seats=number)
     sizes = [len(file.read_text().splitlines()) for file in (tmp_path / "shared").glob("rows-?-of-?.jsonl")]
@@ -209,23 +195,12 @@ def test_parts_of_a_reply_are_told_apart() -> None:
     written = [*tokenizer(text, add_special_tokens=False)["input_ids"], min(ENDS)]
     with pytest.raises(ValueError, match=r"special token .<\|thought\|>.*response_template.*\.$"):
         as_message(tokenizer, ENDS, prompt["input_ids"], written)
-    thinking, content = {"open": "<|thought|>", "close": "<|said|>"}, {"close": tokenizer.decode(written[-1:])}
-    tokenizer.response_template = {
-        "start_anchor": "<assistant>\n",
-        "defaults": {"role": "assistant"},
-        "fields": {"thinking": thinking, "content": content},
-    }
+    parts = {"thinking": {"open": "<|thought|>", "close": "<|said|>"}}
+    parts["content"] = {"close": tokenizer.decode(written[-1:])}
+    begins = {"start_anchor": "<assistant>\n", "defaults": {"role": "assistant"}}
+    tokenizer.response_template = {**begins, "fields": parts}
     message = as_message(tokenizer, ENDS, prompt["input_ids"], written)
     assert message == {"role": "assistant", "thinking": "add them", "content": "def add(a, b):\n    return a + b"}
-
-
-def test_ways_are_drawn_by_their_shares(tmp_path: Path) -> None:
-    sources = sources_of(tmp_path, [{"text": f"x = {n}"} for n in range(300)])
-    settings = RegenerateSettings(length=24, new_tokens=1, prefix=(1, 2), mixture=MIXTURE)
-    ways = [record["sampling"] for record in records_in(run(tmp_path / "out", sources, settings, seats=16))]
-    counts = Counter(ways)
-    assert all(abs(counts[at] / 300 - way.share) < 0.08 for at, way in enumerate(MIXTURE))
-    assert sum(one == other for one, other in pairwise(ways)) < 0.5 * 300
 
 
 def test_sampling_reads_and_refuses() -> None:
@@ -248,9 +223,7 @@ def test_sampling_reads_and_refuses() -> None:
             RegenerateSettings(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     source, out = write_json_lines(tmp_path / "texts.jsonl", [{"text": text} for text in TEXTS]), tmp_path / "out"
     words = ["regenerate", source, "--cache-dir", str(tmp_path / "cache"), "--output", str(out)]
     words += ["--length", "16", "--prefix", "4", "8", "--batch-size", "4", "--rows", "4"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import islice, product
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +55,8 @@ def pieces_of(texts: list[str], tokenizer: Any) -> list[list[int]]:
     return sorted(piece for piece in pieces if len(piece) > DRAFT)
 
 
-@pytest.mark.parametrize(
-    ("kind", "streaming"),
-    [*product(("jsonl", "json", "txt", "py", "bin", "saved", "pattern", "parquet"), (False, True))],
-)
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["jsonl", "json", "txt", "py", "bin", "saved", "pattern", "parquet"])
 def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any, kind: str, streaming: bool) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
@@ -81,13 +79,12 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any, kind: 
     rows, evaluation = load_rows(arguments_for(tmp_path, name, streaming=streaming), tokenizer, DRAFT)
     assert evaluation is None
     rows = list(islice(rows, 500))
+    found, wanted = documents_of(rows), pieces_of(TEXTS, tokenizer)
     if streaming:  # over and over
         assert len(rows) == 500
-        assert list(dict.fromkeys(map(tuple, documents_of(rows)))) == sorted(
-            set(map(tuple, pieces_of(TEXTS, tokenizer)))
-        )
+        assert {*map(tuple, found)} == {*map(tuple, wanted)}
     else:
-        assert documents_of(rows) == pieces_of(TEXTS, tokenizer)
+        assert found == wanted
     padding = sum(int((row["documents"] < 0).sum()) for row in rows)
     assert padding < 64 + 0.05 * 64 * len(rows)
     batch = default_data_collator(rows)
@@ -95,32 +92,27 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any, kind: 
     assert (anchors >= 0).all(dim=1).float().mean() > 0.9
 
 
-def test_without_packing_every_row_is_one_document(tmp_path: Path, tokenizer: Any) -> None:
-    source = write_json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
-    rows, _ = load_rows(arguments_for(tmp_path, source, packing=False), tokenizer, DRAFT)
-    assert documents_of(rows) == pieces_of(TEXTS, tokenizer)
-    assert all(int(row["documents"].max()) == 0 for row in rows)
-
-
 def test_rows_are_cached_until_something_changes(tmp_path: Path) -> None:
+    """Without packing, every row is one document."""
     source = write_json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     files = []
-    for fields in ({}, {}, {"max_length": 32}):
+    for fields in ({}, {}, {"packing": False}):
         tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
         rows, _ = load_rows(arguments_for(tmp_path, source, **fields), tokenizer, DRAFT)
         files.append(rows.cache_files[0]["filename"])
     assert files[0] == files[1] != files[2]
+    assert documents_of(rows) == pieces_of(TEXTS, tokenizer)
+    assert all(int(row["documents"].max()) == 0 for row in rows)
 
 
 def test_a_stream_has_one_order_and_no_end(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [
         write_json_lines(tmp_path / f"{part}.jsonl", [{"text": text} for text in TEXTS[part::2]]) for part in range(2)
     ]
-    fields = {"streaming": True}
     monkeypatch.setattr("hf_dart.training.data.sources._SHUFFLED", 8)
 
     def stream(seed: int = 0) -> Any:
-        arguments = arguments_for(tmp_path, str(tmp_path / "*.jsonl"), shuffle_seed=seed, **fields)
+        arguments = arguments_for(tmp_path, str(tmp_path / "*.jsonl"), shuffle_seed=seed, streaming=True)
         return load_rows(arguments, tokenizer, DRAFT)[0]
 
     def first(rows: Any) -> list[list[int]]:
@@ -131,14 +123,11 @@ def test_a_stream_has_one_order_and_no_end(tmp_path: Path, tokenizer: Any, monke
     assert first(stream(seed=1)) != rows
     assert first(stream().skip(290))[:10] == rows[290:]
     with pytest.raises(ValueError, match="Streams of several sources are mixed; give shares"):
-        arguments_for(tmp_path, *sources, **fields)
+        arguments_for(tmp_path, *sources, streaming=True)
 
 
 def test_mixtures_and_held_out_documents(tmp_path: Path, tokenizer: Any) -> None:
-    sources = [
-        write_json_lines(tmp_path / f"{part}.jsonl", [{"text": f"{letter}" * 300} for _ in range(40)])
-        for part, letter in enumerate("ab")
-    ]
+    sources = [write_json_lines(tmp_path / f"{one}.jsonl", [{"text": one * 300}] * 40) for one in "ab"]
     letters = [tokenizer(letter * 300)["input_ids"][1] for letter in "ab"]
     pieces = len(pieces_of(["a" * 300], tokenizer))
     for streaming in (False, True):
@@ -169,10 +158,9 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
         assert "\n" not in str(caught.value)
 
     def lines(*rows: dict[str, Any]) -> str:
-        lines.count += 1  # type: ignore[attr-defined]
-        return write_json_lines(tmp_path / f"{lines.count}.jsonl", list(rows))  # type: ignore[attr-defined]
+        return write_json_lines(tmp_path / f"{next(numbers)}.jsonl", rows)
 
-    lines.count = 0  # type: ignore[attr-defined]
+    numbers = count()
     refused(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; fix the path")
     refused(str(tmp_path / "*.none"), "files of one ending, of .*, and names none; fix it")
     refused("someone/nothing", "The dataset 'someone/nothing' cannot be read")
@@ -212,12 +200,7 @@ def test_another_tokenizer_than_the_heads_is_refused(tmp_path: Path, tokenizer: 
 
 
 def test_arguments_say_what_is_wrong() -> None:
-    for wrong in (
-        {"train_data": []},
-        {"train_on": "user"},
-        {"max_length": 1},
-        {"shares": [0.5, 0.5]},
-    ):
+    for wrong in ({"train_data": []}, {"train_on": "user"}, {"max_length": 1}, {"shares": [0.5, 0.5]}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DataArguments(**{"train_data": ["a.jsonl"], **wrong})  # type: ignore[arg-type]
 
@@ -234,16 +217,11 @@ ROWS: dict[str, dict[str, list[Any]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def target() -> Any:
-    return AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
-
-
 @pytest.mark.parametrize("kind", ROWS)
-def test_they_are_packed_inside(target: Any, kind: str, tmp_path: Path) -> None:
-    tokenizer = chat_tokenizer()
+def test_they_are_packed_inside(kind: str, tmp_path: Path) -> None:
+    tokenizer, documents = chat_tokenizer(), datasets.Dataset.from_dict(ROWS[kind])
+    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
     head = DartHead.from_target(target, draft_length=3, tokenizer=tokenizer)
-    documents = datasets.Dataset.from_dict(ROWS[kind])
     options: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "anchors_per_row": 4, "save_strategy": "no"}
     options |= {"report_to": "none", "eval_strategy": "steps", "eval_steps": 2, "disable_tqdm": True}
     settings = DartTrainer.training_arguments(str(tmp_path / "run"), **options)
@@ -273,14 +251,11 @@ def test_what_is_learned_is_the_completion(kind: str) -> None:
     assert "add" not in text
 
 
-def test_what_cannot_be_packed_is_refused() -> None:
+def test_streams_are_packed_too_and_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="processing_class=tokenizer"):
         pack_dataset(datasets.Dataset.from_dict(ROWS["text"]), None, 3, 64)
     rows = datasets.Dataset.from_dict({"messages": TURNS, "images": [[i] for i in range(8)]})
     with pytest.raises(ValueError, match=r"the field 'images', .* with hf_dart\.training\.image_row\.$"):
         pack_dataset(rows, chat_tokenizer(), 3, 64)
-
-
-def test_streams_are_packed_too(target: Any) -> None:
     stream = datasets.Dataset.from_dict(ROWS["text"]).to_iterable_dataset()
     assert next(iter(pack_dataset(stream, chat_tokenizer(), 3, 64)))["input_ids"].shape == (64,)
