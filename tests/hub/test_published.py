@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from datetime import date
 
-import pytest
 from transformers import AutoConfig, Qwen3Config
 
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
@@ -28,9 +27,8 @@ def test_the_table_is_whole() -> None:
         assert taus == sorted(taus, reverse=True) != []
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "known"),
-    [
+def test_which_target_is_which() -> None:
+    for name, sizes, known in (
         ("Qwen/Qwen3-4B", SIZES, "Qwen/Qwen3-4B"),
         ("/models/qwen3-4b/", SIZES, "Qwen/Qwen3-4B"),
         ("", SIZES, "Qwen/Qwen3-4B"),
@@ -38,17 +36,11 @@ def test_the_table_is_whole() -> None:
         ("Qwen/Qwen3-4B", {**SIZES, "hidden_size": 64}, ""),
         ("Qwen/Qwen3.8-27B", {**SIZES, "hidden_size": 64}, "Qwen/Qwen3.8-27B"),
         ("", {**SIZES, "vocab_size": 151937}, ""),
-    ],
-)
-def test_which_target_is_which(name: str, sizes: dict[str, int], known: str) -> None:
-    config = Qwen3Config(**sizes)
-    config.name_or_path = name
-    found, drafters = published_drafters(config)
-    assert found == known
-    assert bool(drafters) == bool(known)
-
-
-def test_the_packaged_pair() -> None:
-    _, (known,) = published_drafters(AutoConfig.from_pretrained(PACKAGED_TARGET))
-    assert path_of(known["repository"]) == str(PACKAGED_HEAD)
+    ):
+        config = Qwen3Config(**sizes)
+        config.name_or_path = name
+        found, drafters = published_drafters(config)
+        assert (found, bool(drafters)) == (known, bool(known))
+    _, (packaged,) = published_drafters(AutoConfig.from_pretrained(PACKAGED_TARGET))
+    assert path_of(packaged["repository"]) == str(PACKAGED_HEAD)
     assert path_of("JetSpec/jetspec-qwen3-8b") == "JetSpec/jetspec-qwen3-8b"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.tiny_training import LENGTHS, batch_of, taught, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, batch_of, taught, tiny_head, token_rows, trainer_on
 
 from hf_dart.drafters.layers import take
 from hf_dart.training.objective.blocks import build_blocks, draw_anchors
@@ -41,61 +42,41 @@ def test_anchors_leave_room_for_the_draft_whose_first_token_counts(draft_length:
 @pytest.mark.parametrize(("draft_length", "layers"), [(1, 1), (1, 2), (5, 1), (5, 2)])
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
 def test_blocks_are_what_propose_drafts(tmp_path: Path, draft_length: int, layers: int, block_attention: str) -> None:
-    """The shared pass over packed documents equals drafting one block at a time from a state."""
-    target = tiny_target(torch.float64)
-    head = tiny_head(target, draft_length=draft_length, num_layers=layers, block_attention=block_attention)
+    """The shared pass over packed documents equals drafting one block at a time, each document alone.
+
+    The last layer leaves out the real positions that draft nothing; gradients are those of all of them.
+    """
+    config = {"draft_length": draft_length, "num_layers": layers, "block_attention": block_attention}
     rows = token_rows(LENGTHS)
-    trainer = tiny_trainer(tmp_path, head, target, rows)
-    batch = batch_of(rows, draft_length, 7)
+    trainer = trainer_on(tmp_path, rows, head=partial(tiny_head, **config), dtype=torch.float64)
+    head, target, batch = trainer.drafter, trainer.target, batch_of(rows, draft_length, 7)
     ids, documents, anchors = batch["input_ids"], batch["documents"], batch["anchors"]
     features, goals = taught(trainer, batch)
     blocks = build_blocks(documents, anchors, draft_length, block_attention == "bidirectional")
-    with torch.no_grad():
-        shared = head(features[:, :-1], head.embed(ids[:, 1:]), blocks.positions, blocks.mask)
-    hidden = take(shared, blocks.entries).unflatten(1, (-1, draft_length))
-    torch.testing.assert_close(trainer.block_states(head, batch, features, goals), hidden, rtol=0, atol=1e-12)
+    everything = head(features[:, :-1], head.embed(ids[:, 1:]), blocks.positions, blocks.mask)
+    whole = take(everything, blocks.entries).unflatten(1, (-1, draft_length))
+    hidden = trainer.block_states(head, batch, features, goals)
+    torch.testing.assert_close(hidden, whole, rtol=0, atol=1e-12)
+    own = {"inputs": list(head.parameters()), "allow_unused": True, "materialize_grads": True}
+    gradients = [torch.autograd.grad(some.sin().sum(), **own) for some in (hidden, whole)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-12)
 
     losses = []
     for row, block in (anchors >= 0).nonzero().tolist():
         anchor = int(anchors[row, block])
-        begin = int((documents[row] == documents[row, anchor]).nonzero()[0])
-        end = int((documents[row] == documents[row, anchor]).nonzero()[-1]) + 1
+        here = (documents[row] == documents[row, anchor]).nonzero().flatten()
+        begin, length = int(here[0]), anchor + 1 - int(here[0])
         with torch.no_grad():
-            alone = target(ids[row : row + 1, begin:end], output_hidden_states=True)
-            own = torch.cat([alone.hidden_states[layer] for layer in head.feature_layers], dim=-1)
-            state = head.begin(1, 8)
-            split = (anchor - begin) // 2
+            alone = target(ids[row : row + 1, here], output_hidden_states=True)
+            seen = torch.cat([alone.hidden_states[layer] for layer in head.feature_layers], dim=-1)[:, :length]
             following = ids[row : row + 1, begin + 1 : anchor + 2]
-            if split:
-                head.extend(state, own[:, :split], following[:, :split], torch.tensor([split]))
-            rest = anchor + 1 - begin
-            proposal = head.propose(state, own[:, split:rest], following[:, split:], torch.tensor([rest - split]))
+            proposal = head.propose(head.begin(1, 8), seen, following, torch.tensor([length]))
         torch.testing.assert_close(hidden[row, block], proposal.hidden[0], rtol=0, atol=1e-12)
         # Draft token t is token n + 1 + t, which the target predicts at position n + t.
-        at = anchor - begin + 1
-        wanted = alone.logits[0, at : at + draft_length]
+        wanted = alone.logits[0, length : length + draft_length]
         places = row * ids.shape[1] + torch.arange(anchor + 1, anchor + 1 + draft_length)
         torch.testing.assert_close(goals.at(places), wanted, rtol=0, atol=1e-12)
         losses.append(annealed_kl(proposal.logits, wanted[None]).item())
     assert len(losses) >= 15
     with torch.no_grad():
         assert trainer.compute_loss(head, batch).item() == pytest.approx(np.mean(losses), rel=1e-5)
-
-
-@pytest.mark.parametrize("layers", [1, 2])
-def test_gradients_do_not_miss_what_is_not_computed(tmp_path: Path, layers: int) -> None:
-    """The last layer leaves out the real positions that draft nothing; the reference computes all of them."""
-    target = tiny_target(torch.float64)
-    head = tiny_head(target, num_layers=layers)
-    rows = token_rows(LENGTHS)
-    trainer = tiny_trainer(tmp_path, head, target, rows)
-    batch = batch_of(rows, head.draft_length, 5)
-    ids, documents, anchors = batch["input_ids"], batch["documents"], batch["anchors"]
-    features, goals = taught(trainer, batch)
-    blocks = build_blocks(documents, anchors, head.draft_length)
-    everything = head(features[:, :-1], head.embed(ids[:, 1:]), blocks.positions, blocks.mask)
-    states = [take(everything, blocks.entries).unflatten(1, (-1, head.draft_length))]
-    states.append(trainer.block_states(head, batch, features, goals))
-    gradients = [torch.autograd.grad(some.sin().sum(), list(head.parameters())) for some in states]
-    for expected, found in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)

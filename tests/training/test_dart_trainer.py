@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.tiny_training import changed, copies, tiny_head, tiny_target, tiny_trainer, token_rows, trainer_on
 
 from hf_dart import DartHead
@@ -53,7 +55,8 @@ def test_the_loss_is_that_of_the_reference(
     drafts = Drafts({"input_ids": ids, "seed": 9}, hidden, Goals(torch.arange(40), wanted), places, places)
 
     expected, noise = torch.zeros((), dtype=torch.float64), torch.Generator().manual_seed(9)
-    noisy_blocks = 0
+    weights = gamma ** torch.arange(depth, dtype=torch.float64)
+    weights, noisy_blocks = weights / weights.sum(), 0
     with torch.no_grad():
         for first in range(0, blocks, chunk):
             logits = head.logits(hidden[first : first + chunk])
@@ -63,29 +66,17 @@ def test_the_loss_is_that_of_the_reference(
             if noisy.any():
                 drawn = torch.empty(logits.shape).exponential_(generator=noise)
                 gumbel[noisy] = -drawn.log().double()[noisy]
-            for block, at in enumerate(places[first : first + chunk]):
-                weights = gamma ** torch.arange(depth, dtype=torch.float64)
-                for place, goal in enumerate(at.tolist()):
-                    own = logits[block, place]
-                    ranked = own + gumbel[block, place]
-                    best = ranked.argsort(descending=True)[:candidates]
-                    before = head.embed(ids.flatten()[goal][None])
-                    after = head.embed(best)
-                    delta = head.selector(
-                        hidden[first + block],
-                        own[best].expand(depth, -1),
-                        torch.cat([before, after]),
-                        torch.zeros(depth, 1, dtype=torch.long),
-                        torch.arange(1, candidates + 1).expand(depth, -1),
-                    )[place, 0]
-                    scores = (ranked[best] + delta).log_softmax(-1)
-                    seen = wanted[goal][best] + gumbel[block, place][best]
-                    if noisy[block]:
-                        loss = -scores[seen.argmax()]
-                    else:
-                        goal_scores = seen.log_softmax(-1)
-                        loss = (goal_scores.exp() * (goal_scores - scores)).sum()
-                    expected += loss * weights[place] / weights.sum()
+            for block, place in product(range(len(logits)), range(depth)):
+                goal = int(places[first + block, place])
+                own, extra = logits[block, place], gumbel[block, place]
+                best = (own + extra).argsort(descending=True)[:candidates]
+                tokens = head.embed(torch.cat([ids.flatten()[goal][None], best]))
+                zero, others = torch.zeros(depth, 1).long(), torch.arange(1, candidates + 1).expand(depth, -1)
+                delta = head.selector(hidden[first + block], own[best].expand(depth, -1), tokens, zero, others)
+                scores = ((own + extra)[best] + delta[place, 0]).log_softmax(-1)
+                seen = (wanted[goal] + extra)[best]
+                goals = F.one_hot(seen.argmax(), candidates) if noisy[block] else seen.softmax(-1)
+                expected += weights[place] * (torch.special.xlogy(goals, goals) - goals * scores).sum()
     assert (noisy_blocks > 0, noisy_blocks < blocks) == (share > 0, share < 1)
     assert trainer._selector_loss(drafts).item() == pytest.approx(expected.item(), rel=1e-9)
 

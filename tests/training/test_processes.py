@@ -102,27 +102,12 @@ def main(kind: str, part: str, folder: str) -> None:
     head = tiny_head(target, own_lm_head=part == "own_lm_head")
     if part == "selector":
         head.add_selector(8)
-    plain = {} if kind == "fsdp" else {"optim": "sgd", "max_grad_norm": 0.0}
-    trainer = tiny_trainer(
-        Path(folder),
-        head,
-        target,
-        token_rows(ROWS),
-        token_rows(ROWS),
-        kind=Sharded if sharded else DartTrainer,
-        anchors_per_row=24,
-        max_steps=2,
-        save_strategy="steps",
-        save_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-        decode_prompts=2,
-        decode_prompt_tokens=6,
-        per_device_train_batch_size=4 // processes,
-        fsdp=sharded,
-        **plain,
-        **PARTS[part],
-    )
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    options |= {"decode_prompts": 2, "decode_prompt_tokens": 6, "anchors_per_row": 24, "fsdp": sharded}
+    options |= {"per_device_train_batch_size": 4 // processes, **PARTS[part]}
+    options |= {} if kind == "fsdp" else {"optim": "sgd", "max_grad_norm": 0.0}
+    rows, trainer_kind = token_rows(ROWS), Sharded if sharded else DartTrainer
+    trainer = tiny_trainer(Path(folder), head, target, rows, rows, trainer_kind, **options)
     first = Path(folder, "checkpoint-1")
     trainer.train(resume_from_checkpoint=str(first) if first.exists() else None)
     trainer.accelerator.end_training()  # else threads of gloo may abort the process at its end

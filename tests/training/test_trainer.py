@@ -15,8 +15,8 @@ from support.tiny_training import LENGTHS, changed, copies, tiny_head, tiny_targ
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from hf_dart import DartHead, EagleDrafter, TreeConfig, attach
-from hf_dart.training import DartTrainer, DartTrainingArguments, DecodingCallback, EagleTrainer
+from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, TreeConfig, attach
+from hf_dart.training import DartTrainer, DartTrainingArguments, DecodingCallback, DiffusionTrainer, EagleTrainer
 
 
 def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> None:
@@ -178,6 +178,12 @@ def test_tau_rises(loss: str, block_attention: str, tmp_path: Path) -> None:
     assert_tau_rises(target, tiny_head(target, block_attention=block_attention), tmp_path, loss)
 
 
+def test_tau_of_a_diffusion_drafter_rises(tmp_path: Path) -> None:
+    target, fields = tiny_target(), {"draft_length": 4, "initializer_range": 0.2, "context_window": 24}
+    drafter = DiffusionDrafter.from_target(target, **fields, tree={"nodes": 4, "lookup": 0})
+    assert_tau_rises(target, drafter, tmp_path, "left_to_right", kind=DiffusionTrainer)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", ["nemotron_h", "mamba2"])
 def test_tau_rises_on_running_states(family: str, tmp_path: Path) -> None:
@@ -189,9 +195,12 @@ def test_tau_rises_on_running_states(family: str, tmp_path: Path) -> None:
     assert_tau_rises(target, tiny_head(target, feature_layers=[0, 1, 2]), tmp_path, "dart", untrained=1.3)
 
 
-def assert_tau_rises(target: Any, head: DartHead, folder: Path, loss: str, untrained: float = 1.2) -> None:
+def assert_tau_rises(
+    target: Any, head: Any, folder: Path, loss: str, untrained: float = 1.2, kind: Any = DartTrainer
+) -> None:
     rows, held_out = own_text(target, 48, seed=1), own_text(target, 12, seed=2)
-    trainer = tiny_trainer(folder, head, target, rows, held_out, loss=loss, max_steps=50, per_device_train_batch_size=8)
+    options = {"loss": loss, "max_steps": 50, "per_device_train_batch_size": 8}
+    trainer = tiny_trainer(folder, head, target, rows, held_out, kind, **options)
     chain = TreeConfig.chain(head.draft_length)
     prompts = [row["input_ids"][:PROMPT] for row in held_out[:4]]
     trainer.add_callback(DecodingCallback(trainer, prompts, max_new_tokens=32, tree_config=chain))
