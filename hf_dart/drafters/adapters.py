@@ -32,7 +32,7 @@ from hf_dart.trees.config import TreeConfig
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Modules that LoRA is put on by default, besides `fc`."""
-_NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor", "context_k_proj", "context_v_proj")
+_NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor")
 _WEIGHTS = "adapter_model.safetensors"
 _VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."

@@ -1,18 +1,10 @@
-"""The decoder layer of a draft head, and rotary positions.
-
-Injected features (DFlash, arXiv 2602.06036): there, drafted positions attend to keys and values of the target's
-features alone, since verified positions have no entry of their own. A DART head does keep entries of verified
-positions; they carry the features of position i and the token at i + 1. So each layer here attends to both: to the
-entries, as without injection, and to one more key and value per verified position, projected from its fused
-features by the layer's own `context_k_proj` and `context_v_proj` and rotated to that position. An entry sees the
-features of those positions whose entries it sees; mask slots have none. With one layer this adds little, as the
-entries' own keys hold the features already; deeper layers would see them only through what the first one passes on.
-"""
+"""The decoder layer of a draft head, and rotary positions."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,31 +14,22 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.models.attention import attend_in_groups
 
-
-class KeyValueWriter(Protocol):
-    """Function that keeps keys and values [B, kv heads, Q, head_dim] and returns all [B, kv heads, S, head_dim]."""
-
-    def __call__(self, key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]: ...
+KeyValueWriter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Function that keeps keys and values [B, kv heads, Q, head_dim] and returns all [B, kv heads, S, head_dim]."""
 
 
-def memory(
-    state: SlotCache, layer: int, slots: Tensor | int, keys: slice, buffers_per_layer: int = 2
-) -> KeyValueWriter:
+def memory(state: SlotCache, layer: int, slots: Tensor | int, keys: slice) -> KeyValueWriter:
     """Return a function that writes a layer's new keys and values into a cache and returns those that are seen.
 
     Args:
         state: the cache.
         layer: its number.
-        slots: [B, Q] of the new entries, or the first of consecutive ones; injected features take the first R of them.
+        slots: [B, Q] of the new entries, or the first of consecutive ones.
         keys: the slots that are seen.
-        buffers_per_layer: 2, or 4 where features are injected.
     """
 
-    def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
-        first, places = buffers_per_layer * layer + 2 * injected, slots
-        if isinstance(places, Tensor):
-            places = places[:, : key.shape[2]]
-        written = state.store.write(first, key, places), state.store.write(first + 1, value, places)
+    def remember(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        written = state.store.write(2 * layer, key, slots), state.store.write(2 * layer + 1, value, slots)
         return written[0][:, :, keys], written[1][:, :, keys]
 
     return remember
@@ -60,7 +43,6 @@ class DartAttention(nn.Module):
         config: DrafterConfig,
         input_size: int,
         *,
-        injected: bool = False,
         bias: bool = False,
         output_bias: bool = False,
         qk_norm: bool = False,
@@ -75,17 +57,13 @@ class DartAttention(nn.Module):
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=output_bias)
         self.q_norm: nn.Module | None = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
         self.k_norm: nn.Module | None = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
-        if injected:
-            self.context_k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-            self.context_v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
 
     def forward(
         self,
         x: Tensor,  # [B, Q, input_size]
         rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
-        mask: Tensor,  # [B or 1, 1, Q, S] bool; keys of injected features after those of entries
+        mask: Tensor,  # [B or 1, 1, Q, S] bool
         remember: KeyValueWriter | None,
-        context: Tensor | None = None,  # [B, R, H] fused features of the first R entries, to be injected
         wanted: Tensor | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
     ) -> Tensor:  # [B, Q or W, H]
         query = self._heads(self.q_proj(take(x, wanted)))
@@ -96,14 +74,6 @@ class DartAttention(nn.Module):
         key, value = self.keys_and_values(x, rotation)
         if remember is not None:
             key, value = remember(key, value)
-        if context is not None:
-            real = slice(context.shape[1])
-            places = (rotation[0][:, :, real], rotation[1][:, :, real])
-            known_key = rotate(self._heads(self.context_k_proj(context)), places)
-            known_value = self._heads(self.context_v_proj(context))
-            if remember is not None:
-                known_key, known_value = remember(known_key, known_value, injected=True)
-            key, value = torch.cat([key, known_key], dim=2), torch.cat([value, known_value], dim=2)
         return self.o_proj(attend(query, key, value, mask).transpose(1, 2).flatten(2))
 
     def keys_and_values(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -173,12 +143,11 @@ class DartLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         mask: Tensor,
         remember: KeyValueWriter | None,
-        context: Tensor | None,
         wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
     ) -> Tensor:  # [B, Q or W, H]
         if self.input_norm is not None:
             x = self.input_norm(x)
-        hidden = take(residual, wanted) + self.self_attn(x, rotation, mask, remember, context, wanted)
+        hidden = take(residual, wanted) + self.self_attn(x, rotation, mask, remember, wanted)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
@@ -217,9 +186,7 @@ def rotation_at(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) ->
     return rotation_by(frequencies, scale, positions, dtype)
 
 
-def rotation_by(
-    frequencies: Tensor, scale: float, positions: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def rotation_by(frequencies: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] by `frequencies` [head_dim], times `scale`."""
     angles = positions[:, None, :, None] * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)

@@ -51,7 +51,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 SAVED = ["dart", "eagle", "diffusion", "dflash", "gemma4"]
 SOME = range(3, 48, 2)
 SAVED_PARTS: dict[str, Callable[[Any], Any]] = {
-    "injected": lambda target: tiny_head(target, num_layers=2, inject_features=True),
     "peagle": lambda target: tiny_head(target, mask_mode="peagle", mask_token_id=46),
     "some tokens": lambda target: tiny_head(target, draft_vocabulary=SOME, selector_rank=4, editor=True),
     "own table": lambda target: tiny_diffusion_drafter(

@@ -70,7 +70,7 @@ def test_copies_draft_and_are_not_saved(family: str, tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_a_copy_brings_all_that_is_new(target: Any, tmp_path: Path) -> None:
-    head = tiny_head(target, copy_layer=1, feature_layers=[1, 2], selector_rank=4, inject_features=True)
+    head = tiny_head(target, copy_layer=1, feature_layers=[1, 2], selector_rank=4)
     head.add_adapter(LoraConfig(r=2))
     shaken(head).save_pretrained(tmp_path / "adapter")
     loaded = DartHead.from_pretrained(str(tmp_path / "adapter"), target=target)

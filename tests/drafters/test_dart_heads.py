@@ -38,13 +38,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bidirectional, one token": {"num_layers": 2, "block_attention": "bidirectional", "draft_length": 1},
     "bidirectional, two tokens": {"block_attention": "bidirectional", "draft_length": 2},
     "five layers": {"num_layers": 5},
-    "injected": {"num_layers": 2, "inject_features": True},
-    "injected, bidirectional": {"num_layers": 3, "inject_features": True, "block_attention": "bidirectional"},
+    "three layers, bidirectional": {"num_layers": 3, "block_attention": "bidirectional"},
     "not shifted": {"num_layers": 2, "shift_logits": False},
-    "not shifted, bidirectional": {"shift_logits": False, "block_attention": "bidirectional", "inject_features": True},
+    "not shifted, bidirectional": {"shift_logits": False, "block_attention": "bidirectional"},
     "peagle": {"num_layers": 2, "mask_mode": "peagle", "mask_token_id": 46},
     "some tokens": {"draft_vocabulary": SOME},
-    "some tokens, a selector": {"draft_vocabulary": SOME, "selector_rank": 4, "inject_features": True},
+    "some tokens, a selector": {"draft_vocabulary": SOME, "selector_rank": 4},
 }
 EXACT = tally("float64, options of the head", least=1.1)
 
@@ -88,7 +87,7 @@ def test_the_output_is_stocks(target: Any, option: str, size: int) -> None:
 # ---- training ---------------------------------------------------------------------------------------------
 
 TRAINED: dict[str, dict[str, Any]] = {
-    "injected": {"num_layers": 2, "inject_features": True, "block_attention": "bidirectional"},
+    "bidirectional": {"num_layers": 2, "block_attention": "bidirectional"},
     "peagle": {"mask_mode": "peagle", "mask_token_id": 60},
     "some tokens": {"draft_vocabulary": list(range(0, 61, 2))},
 }
@@ -230,7 +229,6 @@ def test_a_pad_is_no_text(tmp_path: Path) -> None:
         ({"mask_mode": "peagle"}, "mask_token_id"),
         ({"mask_mode": "peagle", "mask_token_id": 48}, "0..47"),
         ({"mask_token_id": 3}, "leave it out"),
-        ({"mask_mode": "peagle", "mask_token_id": 3, "inject_features": True}, "inject_features"),
         ({"mask_mode": "peagle", "mask_token_id": 3, "block_attention": "bidirectional"}, "bidirectional"),
         ({"draft_vocab_size": 49}, "1 to 48"),
         ({"draft_vocabulary": []}, "at least one"),
@@ -243,8 +241,15 @@ def test_bad_options_are_one_sentence(target: Any, fields: dict[str, Any], words
     refused(lambda: tiny_head(target, **fields), ValueError, words)
 
 
-def test_a_damaged_draft_vocabulary_is_refused(target: Any, tmp_path: Path) -> None:
+def test_files_that_do_not_fit_are_one_sentence(target: Any, tmp_path: Path) -> None:
+    """Damaged ones, and those of earlier versions that say more than their defaults."""
     head = head_with(target, "some tokens")
+    head.save_pretrained(tmp_path)
+    content = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**content, "inject_features": False}))
+    DartHead.from_pretrained(str(tmp_path), target=target)
+    (tmp_path / "config.json").write_text(json.dumps({**content, "inject_features": True}))
+    refused(lambda: DartHead.from_pretrained(str(tmp_path), target=target), ValueError, "train a head without it")
     head.draft_vocabulary[-1] = 1000
     head.save_pretrained(tmp_path)
     refused(lambda: DartHead.from_pretrained(str(tmp_path), target=target), ValueError, "draft vocabulary")

@@ -24,7 +24,7 @@ from hf_dart.trees.chain import after_draft, best_chain
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [
     {},
-    {"num_layers": 2, "inject_features": True},
+    {"num_layers": 2},
     {"mask_mode": "peagle", "mask_token_id": 1, "num_layers": 2},
     {"input_form": "stream"},
     {"block_attention": "bidirectional"},
@@ -72,11 +72,9 @@ def from_scratch(head: DartHead, features: Tensor, tokens: Tensor, draft: Tensor
     mask = torch.ones(real + slots, real + slots, dtype=torch.bool).tril()
     if config.block_attention == "bidirectional":
         mask[real:] = True
-    if config.inject_features:
-        mask = torch.cat([mask, mask[:, :real]], dim=1)
     rotation = rotation_at(positions, config, torch.float64)
     for layer in head.layers:
-        x = residual = layer(x, residual, rotation, mask[None, None], None, known.context)
+        x = residual = layer(x, residual, rotation, mask[None, None], None)
     return head.logits(first + head.editor.correction(head.norm(x)[0, real:]))
 
 

@@ -25,8 +25,8 @@ Make = Callable[[Path], Any]
 DRAFTERS: dict[str, Make] = {
     "head": lambda _: tiny_head(tiny_target("llama")),
     "head, windows": lambda _: tiny_head(tiny_target("llama"), num_layers=2, windows=[6, 0]),
-    "head, injected": lambda _: tiny_head(
-        tiny_target("llama"), num_layers=2, inject_features=True, block_attention="bidirectional", windows=[0, 11]
+    "head, bidirectional": lambda _: tiny_head(
+        tiny_target("llama"), num_layers=2, block_attention="bidirectional", windows=[0, 11]
     ),
     "head, not shifted": lambda _: tiny_head(tiny_target("llama"), shift_logits=False),
     "eagle": lambda _: tiny_eagle_drafter(tiny_target("llama")),

@@ -81,7 +81,6 @@ def test_a_part_that_is_compiled_too_often() -> None:
         {},
         {"selector_rank": 4},
         {"block_attention": "bidirectional", "num_layers": 2},
-        {"inject_features": True, "num_layers": 2},
     ],
     ids=str,
 )

@@ -366,7 +366,7 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     ("make", "fields"),
     [
         (tiny_head, {}),
-        (tiny_head, {"inject_features": True, "block_attention": "bidirectional"}),
+        (tiny_head, {"block_attention": "bidirectional"}),
         (tiny_eagle_drafter, {}),
         (tiny_diffusion_drafter, {}),
     ],

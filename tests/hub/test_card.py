@@ -176,7 +176,7 @@ def test_the_revision_of_the_target_is_the_one_in_the_cache(tmp_path: Path, monk
 
 
 TOLD: dict[str, tuple[Any, dict[str, Any]]] = {
-    "| options | inject_features True |": (tiny_head, {"inject_features": True}),
+    "| options | double_norm True |": (tiny_head, {"double_norm": True}),
     "| options | mask_mode peagle, mask_token_id 9 |": (tiny_head, {"mask_mode": "peagle", "mask_token_id": 9}),
     "| options | draft_vocab_size 3 |": (tiny_head, {"draft_vocabulary": [4, 5, 6]}),
     "| chat template | `0a1b`, thinking off |": (tiny_head, {"chat_template_hash": "0a1b", "enable_thinking": False}),

@@ -50,7 +50,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "head of one token": {"draft_length": 1},
     "head of 31 tokens": {"draft_length": 31, "feature_layers": [2], "num_layers": 2},
     "bidirectional head": {"block_attention": "bidirectional", "num_layers": 2},
-    "head with injected features": {"inject_features": True},
+    "head of two final norms": {"double_norm": True},
     "head that shifts nothing": {"shift_logits": False},
     "stream head": {"input_form": "stream"},
     "peagle head": {"mask_mode": "peagle", "mask_token_id": VOCABULARY - 1},

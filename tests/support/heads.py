@@ -60,9 +60,8 @@ def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
     documents = torch.zeros(1, len(tokens) + 1, dtype=torch.long)
     anchors = torch.tensor([[len(tokens) - 1]])
     bidirectional = head.config.block_attention == "bidirectional"
-    injected = head.config.inject_features
     shifted = head.config.shift_logits
-    blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, injected=injected, shifted=shifted)
+    blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, shifted=shifted)
     hidden = head(features[None], head.embed(tokens)[None], blocks.positions, blocks.mask)
     return head.logits(take(hidden, blocks.entries))[0, : head.draft_length]
 

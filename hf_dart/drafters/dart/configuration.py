@@ -30,8 +30,6 @@ class DartConfig(HeadConfig):
             None for layers of its own.
         fingerprint: `hf_dart.drafters.dart.copied.fingerprint` of the weights that a checkpoint needs and does not
             hold.
-        inject_features: every layer also attends to keys and values that are projected from the fused features
-            (KV injection of DFlash, arXiv 2602.06036; `hf_dart.drafters.layers` says in which form).
         mask_mode: what a mask slot puts into the first layer: "learned", one free vector, or "peagle", a learned
             feature vector and the embedding of `mask_token_id`, which go through `fc` and the norms like those of
             real positions (P-EAGLE, arXiv 2602.01469), so that such heads can be served elsewhere.
@@ -56,15 +54,15 @@ class DartConfig(HeadConfig):
 
     model_type = "dart"
     changeable = (*HeadConfig.changeable, "selector_rank", "selector_kind")
+    former_fields = ("inject_features",)
 
-    # Those of DFlash (arXiv 2602.06036); more cost more than they bring there.
+    # That of DFlash (arXiv 2602.06036); more cost more than they bring there.
     most_layers = 5
 
     double_norm: bool = False
     input_form: str = "pair"
     copied_layer: int | None = None
     fingerprint: list[float] | tuple[float, ...] | None = None
-    inject_features: bool = False
     mask_mode: str = "learned"
     mask_token_id: int | None = None
     block_attention: str = "causal"
@@ -74,6 +72,8 @@ class DartConfig(HeadConfig):
     editor: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
+        if kwargs.pop("inject_features", False):
+            raise ValueError("This version of hf_dart has no inject_features; train a head without it.")
         super().__post_init__(**kwargs)
         check_fields(self, choices=_CHOICES)
         if self.copied_layer is not None and self.input_form != "stream":
@@ -96,12 +96,10 @@ class DartConfig(HeadConfig):
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}; give one of 0..{self.vocab_size - 1}.")
-        served = not self.inject_features and self.block_attention == "causal" and self.input_form == "pair"
-        if not served or not self.shift_logits:
+        if self.block_attention != "causal" or self.input_form != "pair" or not self.shift_logits:
             raise ValueError(
-                "mask_mode='peagle' is for heads that other engines serve, which know neither inject_features nor "
-                "input_form='stream' nor block_attention='bidirectional' nor shift_logits=False; leave these out, or "
-                "use mask_mode='learned'."
+                "mask_mode='peagle' is for heads that other engines serve, which know neither input_form='stream' nor "
+                "block_attention='bidirectional' nor shift_logits=False; leave these out, or use mask_mode='learned'."
             )
 
     @property

@@ -123,13 +123,12 @@ def fill(head: DartModel, target: PreTrainedModel) -> None:
                 f"A decoder layer of {type(target).__name__} cannot be copied into a head ({sentence(error)[:200]}); "
                 "layers as those of Llama, Mistral, Qwen2 and Qwen3 can: leave copy_layer out."
             ) from error
-        for name, parameter in copy.named_parameters():
-            parameter.requires_grad_(name not in state)
+        copy.requires_grad_(False)
 
 
 def copied_names(head: DartModel) -> list[str]:
-    """Names of the weights that are copies: all of the layers' but projections of injected features."""
-    return [name for name, _ in head.named_parameters() if name.startswith("layers.") and ".context_" not in name]
+    """Names of the weights that are copies: all of the layers'."""
+    return [name for name, _ in head.named_parameters() if name.startswith("layers.")]
 
 
 def _layers(target: PreTrainedModel, first: int, count: int) -> list[nn.Module]:
@@ -159,16 +158,16 @@ def _weights(layer: nn.Module, target: PreTrainedModel) -> dict[str, Tensor]:
 @torch.no_grad()
 def _take_over(copy: Any, source: Any, state: dict[str, Tensor], config: DartConfig, target: PreTrainedModel) -> None:
     """Load the weights of a target's layer, and compare both on random input at positions that are far apart."""
-    if strange := {name for name in copy.state_dict() if ".context_" not in name} ^ set(state):
+    if strange := set(copy.state_dict()) ^ set(state):
         raise ValueError(f"there is no {min(strange)} in one of them")
     copy.to(next(iter(state.values())))  # nothing is rounded
-    copy.load_state_dict(state, strict=False)
+    copy.load_state_dict(state)
     weight = copy.self_attn.q_proj.weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 9, config.hidden_size, generator=generator).to(weight)
     positions = torch.tensor([[0, 1, 2, 3, 40, 41, 500, 1000, 1001]], device=weight.device)
     mask = torch.ones(9, 9, dtype=torch.bool, device=weight.device).tril()[None, None]
-    ours = copy(x, x, rotation_at(positions, config, weight.dtype), mask, None, None)
+    ours = copy(x, x, rotation_at(positions, config, weight.dtype), mask, None)
     rotary, added = target.get_decoder().rotary_emb(x, positions), added_mask(mask, weight.dtype)
     with for_trees(target):
         theirs = source(x, attention_mask=added, position_ids=positions, position_embeddings=rotary)

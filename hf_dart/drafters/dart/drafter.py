@@ -140,14 +140,6 @@ class DartHead(DartModel):
 
     fixed_shapes = True
 
-    @property
-    def cache_buffers(self) -> int:
-        return self._buffers_per_layer * self.config.num_layers
-
-    @property
-    def _buffers_per_layer(self) -> int:
-        return 4 if self.config.inject_features else 2
-
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts():
             self._run(state, self._real_inputs(part.features, part.next_tokens), part.counts.to(self.device))
@@ -168,10 +160,8 @@ class DartHead(DartModel):
         if state.ragged:
             # A row's mask slots follow its last real entry; later slots are never attended to.
             entry = torch.arange(real + slots, device=self.device)
-            padding = ((entry >= known[:, None]) & (entry < real))[..., None]
-            slot = self.slot_inputs(1, 1)
-            x, residual = torch.where(padding, slot.x, entries.x), torch.where(padding, slot.residual, entries.residual)
-            entries = Entries(x, residual, entries.context)
+            padding = (entry >= known[:, None]) & (entry < real)
+            entries = self.slot_inputs(1, 1).where(padding, entries)
         hidden = self._run(state, entries, known)
         if state.ragged:
             block = (known - shift).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
@@ -214,29 +204,26 @@ class DartHead(DartModel):
 
         The first `counts` [B] entries of a row are real, the next ones the slots of its block.
         """
-        x, residual, context = entries
+        x, residual = entries
         # A slot may attend to all of its block, also after the last one that is run.
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
         positions, slots, end = state.following(x.shape[1], block)
         rotation = rotation_at(positions, self.config, self.dtype)
         masks = self._masks(state.lengths + counts, positions, end)
         for index, layer in enumerate(self.layers):
-            remember = memory(state, index, slots, slice(end), self._buffers_per_layer)
-            x = residual = layer(x, residual, rotation, masks[index % len(masks)], remember, context)
+            remember = memory(state, index, slots, slice(end))
+            x = residual = layer(x, residual, rotation, masks[index % len(masks)], remember)
         return self.final(x)
 
     def _masks(self, block: Tensor, positions: Tensor, end: int) -> list[Tensor]:
-        """Return the masks of the entries at `positions` [B, Q] over slots 0..end - 1: [B, 1, Q, end], or twice that.
+        """Return the masks [B, 1, Q, end] of the entries at `positions` [B, Q], one per layer or one for all.
 
         Args:
-            block: [B] position of the first mask slot. In bidirectional heads, the slots from there on see each
-                other in both directions. Injected features, the second half, lie in front of it.
-
-        Returns:
-            One per layer, or one for all.
+            block: [B] position of the first mask slot. In bidirectional heads, the slots from there on attend to each
+                other in both directions.
         """
         keys_at = torch.arange(end, device=positions.device)
-        seen = mask = keys_at <= positions[..., None]
+        mask = keys_at <= positions[..., None]
         before = keys_at < block[:, None, None]
         if self.config.block_attention == "bidirectional":
             block_end = block[:, None, None] + self.config.draft_slots
@@ -244,10 +231,7 @@ class DartHead(DartModel):
             mask = mask | (inside & ~before & (keys_at < block_end))
         ages = positions[..., None] - keys_at
         windows = self.config.windows or [0]
-        masks = [mask & (~before | (ages < window)) if window else mask for window in windows]
-        if self.config.inject_features:
-            masks = [torch.cat([one, seen & before], dim=-1) for one in masks]
-        return [one[:, None] for one in masks]
+        return [(mask & (~before | (ages < window)) if window else mask)[:, None] for window in windows]
 
     # ---- adapters -----------------------------------------------------------------------------------
 

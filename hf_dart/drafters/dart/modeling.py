@@ -26,26 +26,25 @@ class Entries(NamedTuple):
         x: [B, Q, E + H] what attention looks at: normed embeddings and normed features; in the "stream" form the
             residual itself.
         residual: [B, Q, H].
-        context: [B, R, H] fused features of the first R entries, the real ones, which every layer injects; None for
-            heads that do not.
     """
 
     x: Tensor
     residual: Tensor
-    context: Tensor | None
 
-    def followed_by(self, slots: Entries) -> Entries:
-        """Return these entries, followed by those of mask slots."""
-        return Entries(
-            torch.cat([self.x, slots.x], dim=1), torch.cat([self.residual, slots.residual], dim=1), self.context
-        )
+    def followed_by(self, others: Entries) -> Entries:
+        """Return these entries, followed by others."""
+        return Entries(*(torch.cat(parts, dim=1) for parts in zip(self, others, strict=True)))
+
+    def where(self, chosen: Tensor, others: Entries) -> Entries:
+        """Return these entries where `chosen` [B, Q] is true, and others elsewhere."""
+        return Entries(*(torch.where(chosen[..., None], *parts) for parts in zip(self, others, strict=True)))
 
 
 class Edits(NamedTuple):
     """The edit pass of `DartModel.forward`.
 
     Attributes:
-        mask: [B, 1, M, T + M] what the slots attend to; T more keys if features are injected.
+        mask: [B, 1, M, T + M] what the slots attend to.
         draft: the tokens [B, M] that the slots hold, from the states [B, T + M, H] of the first pass; -1 for slots
             that stay masked.
     """
@@ -104,7 +103,7 @@ class DartModel(TrainedDrafter):
         self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
         pairs = config.input_form == "pair"
         self.embedding_projection = None if pairs else nn.Linear(config.embedding_size, config.hidden_size, bias=False)
-        if pairs or config.inject_features:
+        if pairs:
             self.feature_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         slot_width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
         if config.mask_mode == "peagle":
@@ -112,7 +111,6 @@ class DartModel(TrainedDrafter):
         # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
         self.mask_slot = nn.Embedding(1, slot_width)
         parts = {
-            "injected": config.inject_features,
             "bias": config.attention_bias,
             "output_bias": config.output_bias,
             "qk_norm": config.qk_norm,
@@ -147,14 +145,12 @@ class DartModel(TrainedDrafter):
 
     def _entries(self, fused: Tensor, token: Tensor) -> Entries:
         """Make entries of fused features [B, T, H] and normed embeddings [B, T, E]."""
-        known = self.feature_norm(fused) if self.config.input_form == "pair" or self.config.inject_features else None
-        context = known if self.config.inject_features else None
         if self.embedding_projection is not None:
             stream = fused + self.embedding_projection(token)
-            return Entries(stream, stream, context)
-        assert known is not None
+            return Entries(stream, stream)
+        known = self.feature_norm(fused)
         residual = known if self.config.norm_before_residual else fused
-        return Entries(torch.cat([token, known], dim=-1), residual, context)
+        return Entries(torch.cat([token, known], dim=-1), residual)
 
     def slot_inputs(self, batch: int, count: int) -> Entries:
         """Return the entries of mask slots, which are all alike: [B, count, ...].
@@ -169,8 +165,8 @@ class DartModel(TrainedDrafter):
             token = torch.full((1, 1), self.config.mask_token_id, dtype=torch.long, device=where)
             slot = self.inputs(learned, self.embed(token))
         else:
-            slot = Entries(learned, learned[..., : self.config.hidden_size], None)
-        return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
+            slot = Entries(learned, learned[..., : self.config.hidden_size])
+        return Entries(*(part.expand(batch, count, -1) for part in slot))
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
         """Return the entries of slots that hold a draft (`Editor`).
@@ -183,17 +179,14 @@ class DartModel(TrainedDrafter):
         slots = self.slot_inputs(*tokens.shape)
         token = self.embedding_norm(self.embed(tokens.clamp(min=0)))
         edited = self._entries(self.editor.features(token, hidden), token)
-        held = (tokens >= 0).to(edited.x.device)[..., None]
-        x, residual = torch.where(held, edited.x, slots.x), torch.where(held, edited.residual, slots.residual)
-        # Features are injected at real positions only: there are none here.
-        return Entries(x, residual, None if edited.context is None else edited.context[:, :0])
+        return edited.where((tokens >= 0).to(edited.x.device), slots)
 
     def forward(
         self,
         features: Tensor,  # [B, T, F]
         next_embeddings: Tensor,  # [B, T, E]
         positions: Tensor,  # [B, T + M]
-        attention_mask: Tensor | None,  # [B, 1, T + M, T + M] bool; T more keys if features are injected
+        attention_mask: Tensor | None,  # [B, 1, T + M, T + M] bool
         edits: Edits | None = None,
         wanted: Tensor | None = None,  # [B, W] entries
         wanted_mask: Tensor | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
@@ -211,32 +204,32 @@ class DartModel(TrainedDrafter):
             raise ValueError("This head's layers see a window of the text, and are trained by the code that made them.")
         batch, real = features.shape[:2]
         slots = self.slot_inputs(batch, positions.shape[1] - real)
-        x, residual, context = self.inputs(features, next_embeddings).followed_by(slots)
+        x, residual = self.inputs(features, next_embeddings).followed_by(slots)
         rotation = rotation_at(positions, self.config, self.dtype)
         known: list[tuple[Tensor, Tensor]] = []  # keys and values of real positions, in the order of their use
 
-        def keep(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             known.append((key[:, :, :real], value[:, :, :real]))
             return key, value
 
         *before, last = self.layers
         remember = None if edits is None else keep
         for layer in before:
-            x = residual = layer(x, residual, rotation, attention_mask, remember, context)
+            x = residual = layer(x, residual, rotation, attention_mask, remember)
         mask = attention_mask if wanted is None else wanted_mask
-        first = self.final(last(x, residual, rotation, mask, remember, context, wanted))
+        first = self.final(last(x, residual, rotation, mask, remember, wanted))
         if edits is None:
             return first
         assert self.editor is not None
-        x, residual, context = self.edit_inputs(edits.draft(first), first[:, real:])
+        x, residual = self.edit_inputs(edits.draft(first), first[:, real:])
         places, left = rotation_at(positions[:, real:], self.config, self.dtype), iter(known)
 
-        def recall(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+        def recall(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             known_key, known_value = next(left)
             return torch.cat([known_key, key], dim=2), torch.cat([known_value, value], dim=2)
 
         for layer in self.layers:
-            x = residual = layer(x, residual, places, edits.mask, recall, context)
+            x = residual = layer(x, residual, places, edits.mask, recall)
         again = self.editor(first[:, real:], self.final(x))
         return torch.stack([first, torch.cat([first[:, :real], again], dim=1)])
 

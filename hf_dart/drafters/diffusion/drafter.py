@@ -151,9 +151,9 @@ class DiffusionDrafter(TrainedDrafter):
         rotation = rotation_at(positions, self.config, self.dtype)
         *before, last = self.layers
         for layer in before:
-            x = layer(x, x, rotation, attention_mask, None, None)
+            x = layer(x, x, rotation, attention_mask, None)
         mask = attention_mask if wanted is None else wanted_mask
-        return self.read_out(last(x, x, rotation, mask, None, None, wanted))
+        return self.read_out(last(x, x, rotation, mask, None, wanted))
 
     def passes(self, depth: int) -> int:
         return min(self.denoise_steps, max(depth, self.draft_length))  # a shorter draft is cut from the whole block
@@ -257,7 +257,7 @@ class DiffusionDrafter(TrainedDrafter):
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(first, end))
             asked = wanted if index == len(self.layers) - 1 else None
-            x = layer(x, x, rotation, take(mask, asked)[:, None], remember, None, asked)
+            x = layer(x, x, rotation, take(mask, asked)[:, None], remember, asked)
         return self.read_out(x)
 
 

@@ -54,5 +54,5 @@ class EagleConfig(HeadConfig):
 
 # Earlier versions wrote the fields of DART heads into config.json too, as DART heads have them by default.
 _OWN = {one.name for one in fields(EagleConfig)}
-_FORMER = {one.name: one.default for one in fields(DartConfig) if one.name not in _OWN}
+_FORMER = {one.name: one.default for one in fields(DartConfig) if one.name not in _OWN} | {"inject_features": False}
 EagleConfig.former_fields = tuple(_FORMER)

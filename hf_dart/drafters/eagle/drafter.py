@@ -127,9 +127,9 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
             pairs = torch.cat([self.embedding_norm(embeddings), known], dim=-1)
             residual = known if self.config.norm_before_residual else features
         masks = [mask & (ages < window) if window else mask for window in self.config.windows or [0]]
-        x = self.layer(pairs, residual, rotation, masks[0], memory(0), None)
+        x = self.layer(pairs, residual, rotation, masks[0], memory(0))
         for number, layer in enumerate(self.deeper, start=1):
-            x = layer(x, x, rotation, masks[number % len(masks)], memory(number), None)
+            x = layer(x, x, rotation, masks[number % len(masks)], memory(number))
         return self.norm(x) if self.norm is not None and self.config.norm_output else x
 
     def final(self, states: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         values: list[list[Tensor]] = [[] for _ in range(self.config.num_layers)]
 
         def memory(number: int) -> KeyValueWriter:
-            def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+            def remember(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
                 keys[number].append(key)
                 values[number].append(value)
                 return torch.cat(keys[number], dim=2), torch.cat(values[number], dim=2)

@@ -22,8 +22,7 @@ from hf_dart.training.objective.losses import NO_LABEL
 class Blocks:
     """Positions and masks of blocks, which a drafter's `forward` takes in addition to features and embeddings.
 
-    A mask is bool, True if a query attends to a key: [B, 1, queries, keys]. Keys are all S entries; where features are
-    injected, T - 1 more.
+    A mask is bool, True if a query attends to a key: [B, 1, queries, keys]. Keys are all S entries.
 
     Attributes:
         anchors: [B, K] real position of each block; -1 is no block.
@@ -119,7 +118,6 @@ def build_blocks(
     draft_length: int,
     bidirectional: bool = False,
     window: int | None = None,
-    injected: bool = False,
     shifted: bool = True,
 ) -> Blocks:
     """Positions and masks of the prefix-shared pass.
@@ -134,8 +132,6 @@ def build_blocks(
         draft_length: d.
         bidirectional: the slots of a block attend to each other in both directions.
         window: how many positions back real positions are attended to, one's own included; None for all.
-        injected: also for the keys of injected features, which come after all others; those of a real position are
-            attended to by all that attend to that position.
         shifted: the anchor's real position drafts the first token; without, a block has d slots and drafts with these.
     """
     batch, count = anchors.shape
@@ -170,8 +166,7 @@ def build_blocks(
         own_block = block[queries][..., None] == block
         if not bidirectional:
             own_block &= key <= queries[..., None]
-        seen = torch.where(block < 0, prefix, own_block)
-        return (torch.cat([seen, seen[..., :real]], dim=-1) if injected else seen)[:, None]
+        return torch.where(block < 0, prefix, own_block)[:, None]
 
     return Blocks(anchors, positions, entries, sees, real)
 

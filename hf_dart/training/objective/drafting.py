@@ -13,10 +13,9 @@ from hf_dart.training.objective.blocks import Blocks, build_blocks, target_posit
 
 def head_blocks(head: DartHead, inputs: dict[str, Any]) -> Blocks:
     """Positions and masks of the blocks of a batch (`documents` [B, T], `anchors` [B, K]), as its config asks."""
-    config, packed = head.config, (inputs["documents"], inputs["anchors"])
-    both = config.block_attention == "bidirectional"
+    config, both = head.config, head.config.block_attention == "bidirectional"
     return build_blocks(
-        *packed, config.draft_length, both, injected=config.inject_features, shifted=config.shift_logits
+        inputs["documents"], inputs["anchors"], config.draft_length, both, shifted=config.shift_logits
     )
 
 

@@ -72,7 +72,6 @@ class HeadArguments(DrafterArguments):
         None, "which mask slots of a draft attend to each other"
     )
     shift_logits: bool | None = option(None, "false: every drafted token has a mask slot of its own, the first one too")
-    inject_features: bool | None = option(None, "inject features as keys and values of every layer")
     mask_mode: Literal["learned", "peagle"] | None = option(None, "what a mask slot holds")
     mask_token_id: int | None = option(None, "with peagle; default: an unused token")
     draft_vocab_size: int | None = option(None, "draft only so many tokens, the most frequent of the training rows")
