@@ -19,46 +19,44 @@ GREEDY = {**prompts([7]), "do_sample": False, "max_new_tokens": 8}
 
 Call = Callable[[Any, Any, Any], Any]  # with a target, its head, and the folder of a run that trained it
 
+
+def called(**options: Any) -> Call:
+    """A call of `generate` that is not drafted."""
+    return lambda model, head, run: model.generate(**GREEDY, **options)
+
+
+def drafted(**options: Any) -> Call:
+    return lambda model, head, run: model.generate(**GREEDY, assistant=head, **options)
+
+
+def loaded(name: str = "/final", load: Callable[..., Any] = load_drafter, **options: Any) -> Call:
+    """A drafter that is loaded from the folder; its target is the model unless `options` say otherwise."""
+    return lambda model, head, run: load(f"{run}{name}", **{"target": model, **options})
+
+
 MISTAKES: dict[str, tuple[Call, str]] = {
     "a tree as a dict": (
-        lambda model, head, run: model.generate(**GREEDY, assistant=head, tree_config={"nodes": 8}),
+        drafted(tree_config={"nodes": 8}),
         r"tree_config= takes a TreeConfig, not \{'nodes': 8\}; give TreeConfig\(nodes=8\)",
     ),
-    "no field of trees": (
-        lambda model, head, run: cast(Any, TreeConfig)(nods=8),
-        "no field 'nods'; did you mean 'nodes'?",
-    ),
-    "a trace that is a word": (
-        lambda model, head, run: model.generate(**GREEDY, assistant=head, trace="yes"),
-        "trace is 'yes'; give True or False",
-    ),
+    "no field of trees": (lambda *_: cast(Any, TreeConfig)(nods=8), "no field 'nods'; did you mean 'nodes'?"),
+    "a trace that is a word": (drafted(trace="yes"), "trace is 'yes'; give True or False"),
     "a tree without a drafter": (
-        lambda model, head, run: model.generate(**GREEDY, tree_config=TreeConfig(nodes=8)),
+        called(tree_config=TreeConfig(nodes=8)),
         "tree_config= shapes drafts, and this call has no drafter; give assistant=drafter",
     ),
     "a trace without a drafter": (
-        lambda model, head, run: model.generate(**GREEDY, refine=0, trace=True),
+        called(refine=0, trace=True),
         "trace= shapes drafts, and this call has no drafter",
     ),
     "a path as the drafter": (
         lambda model, head, run: model.generate(**GREEDY, assistant=run),
         r"assistant= takes a drafter, not a path; give load_drafter\('.*', target=model\)",
     ),
-    **{
-        f"{assistant!r} as the drafter": (
-            lambda model, head, run, assistant=assistant: model.generate(**GREEDY, assistant=assistant),
-            "assistant=",
-        )
-        for assistant in (3, torch.nn.Linear(2, 2))
-    },
-    "a small model as the drafter": (
-        lambda model, head, run: model.generate(**GREEDY, assistant=tiny_target("qwen3")),
-        "assistant_model=",
-    ),
-    "a path as the default drafter": (
-        lambda model, head, run: attach(model, cast(Any, Path(run))),
-        "give load_drafter",
-    ),
+    "a number as the drafter": (called(assistant=3), "assistant="),
+    "a module as the drafter": (called(assistant=torch.nn.Linear(2, 2)), "assistant="),
+    "a small model as the drafter": (called(assistant=tiny_target("qwen3")), "assistant_model="),
+    "a path as the default drafter": (lambda model, _, run: attach(model, cast(Any, Path(run))), "give load_drafter"),
     "the target as its own drafter": (
         lambda model, head, run: model.generate(**GREEDY, assistant=model),
         "is the target itself, .*; give a smaller drafter",
@@ -68,25 +66,19 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         "target cannot be its own draft, .*; give a smaller model",
     ),
     "no target": (lambda model, head, run: attach(None, head), "target is a model of transformers, not None; load it"),
-    "no target to detach": (lambda model, head, run: detach(None), "target is a model of transformers, not None"),
+    "no target to detach": (lambda *_: detach(None), "target is a model of transformers, not None"),
     "swapped": (
         lambda model, head, run: attach(head, model),
         "DartHead is a drafter and no target; give the target first, then the drafter",
     ),
     "compiled, swapped": (lambda model, head, run: hf_dart.compile(head, model), "give the target first"),
     "a name as the target": (
-        lambda model, head, run: load_drafter(f"{run}/final", target="target"),
+        loaded(target="target"),
         "target is a model of transformers, not 'target'; load it with AutoModelForCausalLM",
     ),
-    "a name as the target of a class": (
-        lambda model, head, run: DartHead.from_pretrained(f"{run}/final", target="target"),
-        "not 'target'; load it",
-    ),
-    "a name as the target of a new head": (lambda model, head, run: DartHead.from_target("target"), "not 'target'"),
-    "no option of loading": (
-        lambda model, head, run: load_drafter(f"{run}/final", target=model, defualt=True),
-        "no option 'defualt'; leave it out",
-    ),
+    "a name as the target of a class": (loaded(load=DartHead.from_pretrained, target="target"), "not 'target'; load"),
+    "a name as the target of a new head": (lambda *_: DartHead.from_target("target"), "not 'target'"),
+    "no option of loading": (loaded(defualt=True), "no option 'defualt'; leave it out"),
     "no field of a head": (
         lambda model, head, run: DartHead.from_target(model, draft_lenght=5),
         "DartConfig has no field 'draft_lenght'; did you mean 'draft_length'?",
@@ -96,7 +88,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         r"feature_layers has 3, and the target's hidden_states go from 0 \(the embeddings\) to 2",
     ),
     "a run in place of its head": (
-        lambda model, head, run: load_drafter(run, target=model),
+        loaded(""),
         r"holds no config.json; did you mean '.*final', the head that was trained there?",
     ),
     "a repository without a user": (

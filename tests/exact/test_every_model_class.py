@@ -1,15 +1,21 @@
-"""Every class that transformers maps: exact, refused in a sentence of ours, or stock itself fails."""
+"""Surveys: classes of transformers are exact, refused in a sentence of ours, or stock fails; families are exact."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.families import needs_running_states
+from support.compare import tally
+from support.families import REFUSED, needs_running_states
 from support.tiny import prompts, tiny_target
 from surveys.classes import QUICK, WAYS, Report, examine
+from surveys.matrix import CELLS, COLUMNS, TESTED, run_cell
+from surveys.multimodal_classes import classes_with_media
+from surveys.multimodal_classes import examine as examine_with_media
 from surveys.small import WORDS, build, class_names
 from transformers import DynamicCache
 
@@ -115,3 +121,37 @@ def test_positions_that_depend_on_the_token_are_refused() -> None:
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class(name: str) -> None:
     check(examine(name, WAYS))
+
+
+SEEN_OR_HEARD = ["PaliGemmaForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"]
+"""They have marks and masks that stock keeps, after an image and after a sound."""
+
+
+@pytest.mark.parametrize(
+    "name", [*SEEN_OR_HEARD, *(pytest.param(name, marks=pytest.mark.matrix) for name in classes_with_media())]
+)
+def test_a_class_that_sees_or_hears(name: str) -> None:
+    seen = examine_with_media(name)
+    assert seen.kind == "exact" if name in SEEN_OR_HEARD else seen.kind not in ("wrong", "crash"), seen
+    assert seen.kind != "exact" or seen.tau > 1.3
+
+
+# ---- families ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("family", "column"), CELLS, ids=str)
+def test_cell(family: str, column: Any) -> None:
+    cell, total = run_cell(family, column), tally("matrix of families")
+    assert cell.runs == 4
+    total.taus += cell.total.taus
+    total.near_ties += cell.total.near_ties
+    assert cell.total.mean_tau > 1.3
+
+
+def test_the_table_is_of_these_families() -> None:
+    lines = (Path(__file__).parents[1] / "MATRIX.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    named = {row[0] for row in rows if len(row) == len(COLUMNS) + 3 and "/" in row[2]}
+    assert named == set(TESTED)
+    assert {row[0] for row in rows if len(row) == 2} >= set(REFUSED)

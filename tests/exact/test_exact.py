@@ -40,9 +40,6 @@ def test_families(family: str, attention: str) -> None:
             assert_identical(target, replay(target, inputs, misses=misses, **options), inputs, into=EXACT, **options)
 
 
-# ---- the end of a table -----------------------------------------------------------------------------------
-
-
 def test_up_to_the_end_of_the_position_table() -> None:
     table = 32
     target = tiny_target("gpt2", n_positions=table)
@@ -60,12 +57,6 @@ def test_up_to_the_end_of_the_position_table() -> None:
         options = {"do_sample": False, "max_length": table + 1}
         drafter = replay(target, inputs, misses=[0.0, 0.3, 0.0, 0.0][:size], **options)
         assert_identical(target, drafter, inputs, **options)
-
-
-# ---- trees and heads --------------------------------------------------------------------------------------
-
-
-# ---- at the end -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3", "llama4"])

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from support.caches import CLOSE, FP32, assert_same_cache
 from support.cases import MODES, batch, replay
-from support.compare import assert_identical, run, tally
+from support.compare import assert_identical, run, same, tally
 from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_running_states, sampled
 from support.guests import dflash_drafter
 from support.interruptions import TOKENS
@@ -59,12 +60,10 @@ def test_rows_that_ran_on_are_brought_back(noted: Any) -> None:
     assert went_back
     assert_same_cache(caches[1], caches[0], [max(RAGGED) - length for length in RAGGED], stock.sequences)
     for drafter in (known, head):
-        after = next_turn_of(inputs, stock.sequences)
-        turns = [
-            run(target, after, 1, **{CACHE: copy.deepcopy(cache)}, max_new_tokens=8, do_sample=False, **drafting)
-            for cache, drafting in zip(caches, ({}, {"assistant": drafter}), strict=True)
-        ]
-        assert torch.equal(turns[0].sequences, turns[1].sequences)
+        after = next_turn_of(inputs, ours.sequences)
+        options = {"max_new_tokens": 8, "do_sample": False}
+        stock = run(target, after, 1, **{CACHE: copy.deepcopy(caches[0])}, **options)
+        same(run(target, after, 1, **{CACHE: copy.deepcopy(caches[1])}, **options, assistant=drafter), stock)
 
 
 @pytest.mark.parametrize("lengths", [[7], pytest.param(RAGGED, marks=pytest.mark.matrix)], ids=str)
@@ -152,23 +151,16 @@ def test_drafters_with_keys_and_values_of_their_own(family: str, tmp_path: Path)
             assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=16, **MODES[mode])
 
 
-def test_a_failure_in_the_prefill_leaves_all_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = attach(tiny_target("falcon_h1"))
+def test_a_failure_in_the_prefill_leaves_all_as_it_was() -> None:
+    target, options = attach(tiny_target("falcon_h1")), {"max_new_tokens": 5, "do_sample": False}
     head, inputs, cache = tiny_head(target), prompts(RAGGED), DynamicCache(config=target.config)
-    first = run(target, inputs, 0, **{CACHE: cache}, assistant=head, max_new_tokens=5, do_sample=False)
+    first = run(target, inputs, 0, **{CACHE: cache}, assistant=head, **options)
     before, next_turn = copy.deepcopy(cache), next_turn_of(inputs, first.sequences)
 
-    def fails(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    plain = feed.mask_kinds
-    monkeypatch.setattr(feed, "mask_kinds", fails)  # once stock has written to every layer
-    with pytest.raises(KeyboardInterrupt):
-        run(target, next_turn, 0, **{CACHE: cache}, assistant=head, max_new_tokens=5, do_sample=False)
-    monkeypatch.setattr(feed, "mask_kinds", plain)
+    # Once stock has written to every layer.
+    with patch.object(feed, "mask_kinds", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        run(target, next_turn, 0, **{CACHE: cache}, assistant=head, **options)
     assert states_of(cache).keys() == states_of(before).keys()
-    for slot, state in states_of(before).items():
-        assert torch.equal(states_of(cache)[slot], state)
-    ours = run(target, next_turn, 0, **{CACHE: cache}, assistant=head, max_new_tokens=5, do_sample=False)
-    stock = run(target, next_turn, 0, **{CACHE: before}, max_new_tokens=5, do_sample=False)
-    assert torch.equal(ours.sequences, stock.sequences)
+    assert all(torch.equal(states_of(cache)[slot], state) for slot, state in states_of(before).items())
+    ours = run(target, next_turn, 0, **{CACHE: cache}, assistant=head, **options)
+    same(ours, run(target, next_turn, 0, **{CACHE: before}, **options))

@@ -17,20 +17,16 @@ from support.families import needs_running_states
 from support.modules import with_module
 from support.multimodal import MULTIMODAL, TEXT, after_images, image_inputs, multimodal_target
 from support.sentences import refused
-from support.tiny import VOCABULARY, ReplayDrafter, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
-from surveys.multimodal_classes import classes_with_media, examine
+from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
 
 from hf_dart import LanguageModelDrafter, MtpDrafter, attach
-from hf_dart.drafters.base import Drafter
 from hf_dart.models.stock_steps import CACHE
 
 SEEN = tally("float64, with images")
 WORDS = {"suppress_tokens": [43, 44, 45, 46, 47]}  # no image's tokens, of which another turn would want the image
-
 
 # Images in chunks, and `image_sizes` with CLIP, are beyond older releases themselves.
 _stock_can = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="stock cannot, in this release")
@@ -72,16 +68,11 @@ def small_model(target: Any) -> LanguageModelDrafter:
 
 
 @pytest.mark.parametrize("make", [tiny_head, peagle_head, tiny_eagle_drafter, tiny_diffusion_drafter])
-def test_drafters_read_what_the_target_reads(make: Any) -> None:
+def test_drafters_read_what_the_target_reads(make: Any, noted: Any) -> None:
     """The embeddings of images in place of their tokens' own, and of text those that they know."""
     target, inputs = multimodal_target("llava"), image_inputs("llava")
-    drafter, read = make(target), []
-
-    def note(state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        read.append((next_tokens, counts))
-        type(drafter).extend(drafter, state, features, next_tokens, counts)
-
-    drafter.extend = note
+    drafter = make(target)
+    read = noted(type(drafter), "extend", lambda _, state, features, next_tokens, counts: (next_tokens, counts))
     assert_identical(target, drafter, inputs, **GREEDY)
     tokens, counts = read[0]
     with torch.no_grad():
@@ -92,6 +83,16 @@ def test_drafters_read_what_the_target_reads(make: Any) -> None:
         wanted[text == 47] = images[row]
         assert counts[row] == len(text)
         torch.testing.assert_close(tokens[row, : len(text)], wanted, rtol=0, atol=0)
+
+
+def test_reading_embeddings_is_for_those_that_can(noted: Any) -> None:
+    """A drafter gets ids unless it says otherwise."""
+    target, inputs = multimodal_target("llava"), image_inputs("llava")
+    drafter = replay(target, inputs, misses=[0.1, 0.1], **GREEDY)
+    assert not drafter.reads_embeddings
+    read = noted(type(drafter), "extend", lambda _, state, features, next_tokens, counts: next_tokens.dtype)
+    target.generate(**inputs, **GREEDY, assistant=drafter)
+    assert read[0] == torch.long
 
 
 @pytest.mark.parametrize("make", [peagle_head, tiny_eagle_drafter, tiny_diffusion_drafter, small_model])
@@ -212,69 +213,30 @@ def test_what_stock_hands_on_with_every_token_is_no_matter_or_refused() -> None:
     assert_identical(target, head, {name: inputs[name] % 43 for name in ("input_ids", "attention_mask")}, **GREEDY)
 
 
-def test_reading_embeddings_is_for_those_that_can() -> None:
-    """A drafter gets ids unless it says otherwise."""
-    read = []
-
-    class Reads(ReplayDrafter):
-        def extend(self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-            read.append(next_tokens.dtype)
-            super().extend(state, features, next_tokens, counts)
-
-    target, inputs = multimodal_target("llava"), image_inputs("llava")
-    stock = run(target, inputs, 0, **GREEDY)
-    drafter: Drafter[Any] = Reads(stock.sequences, [6, 0], VOCABULARY, misses=[0.1, 0.1])
-    assert not drafter.reads_embeddings
-    target.generate(**inputs, **GREEDY, assistant=drafter)
-    assert read[0] == torch.long
-
-
-def real_processor(family: str) -> Any:
-    """A processor as published ones are, for a family of `MULTIMODAL`."""
+def real_processor() -> Any:
+    """A processor as published ones are, for the Llava of `MULTIMODAL`; Qwen's cannot be made without torchvision."""
     if not hasattr(transformers, "CLIPImageProcessorPil"):
         pytest.skip("this release of transformers reads images by torchvision alone")
-    marks = {"<image>": 47, "<begin>": 45, "<end>": 44}
-    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(44)} | marks, unk_token="w2"))
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(44)} | {"<image>": 47}, unk_token="w2"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = {"image_token": "<image>", "boi_token": "<begin>", "eoi_token": "<end>"}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words, pad_token="w0", padding_side="left", extra_special_tokens=tokens
-    )
-    if family == "llava":
-        reads = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-        more = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        return LlavaProcessor(reads, tokenizer, patch_size=4, image_token="<image>", **more)
-    reads = transformers.Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
-    return transformers.Gemma3Processor(reads, tokenizer, image_seq_length=4)
+    tokens = {"pad_token": "w0", "padding_side": "left", "extra_special_tokens": {"image_token": "<image>"}}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, **tokens)
+    reads = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    more = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+    return LlavaProcessor(reads, tokenizer, patch_size=4, image_token="<image>", **more)
 
 
-@pytest.mark.parametrize("family", ["llava", "gemma3"])  # Qwen's cannot be made without torchvision
-def test_images_of_a_real_processor(family: str) -> None:
+def test_images_of_a_real_processor() -> None:
     """Two rows, three images."""
     Image = pytest.importorskip("PIL.Image")
-    processor, draw = real_processor(family), np.random.default_rng(0)
+    draw = np.random.default_rng(0)
     images = [Image.fromarray(draw.integers(256, size=(12 + 8 * index, 16, 3), dtype=np.uint8)) for index in range(3)]
-    mark = {"llava": "<image>", "gemma3": "<begin>"}[family]
-    texts = [f"w3 w4 {mark} w5", f"w5 {mark} w7 {mark} w9 w10"]
-    given = [images[:1], images[1:]] if family == "gemma3" else images
-    inputs = dict(processor(text=texts, images=given, padding=True, return_tensors="pt"))
+    texts = ["w3 w4 <image> w5", "w5 <image> w7 <image> w9 w10"]
+    inputs = dict(real_processor()(text=texts, images=images, padding=True, return_tensors="pt"))
     inputs["pixel_values"] = inputs["pixel_values"].double()
     assert (inputs["input_ids"] == 47).sum(1).tolist() == [4, 8]
-    target = multimodal_target(family)
-    assert_identical(target, tiny_head(target), inputs, into=SEEN, **GREEDY)
+    target = multimodal_target("llava")
+    stock, _ = assert_identical(target, tiny_head(target), inputs, into=SEEN, **GREEDY)
     assert_identical(target, tiny_head(target), inputs, into=SEEN, **SAMPLED)
     blind = run(target, {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}, 0, **GREEDY)
-    assert not torch.equal(blind.sequences, run(target, inputs, 0, **GREEDY).sequences), "images were to matter"
-
-
-BY_DEFAULT = ["PaliGemmaForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"]
-"""They have marks and masks that stock keeps, after an image and after a sound."""
-
-
-@pytest.mark.parametrize(
-    "name", [*BY_DEFAULT, *(pytest.param(name, marks=pytest.mark.matrix) for name in classes_with_media())]
-)
-def test_a_class_that_sees_or_hears(name: str) -> None:
-    seen = examine(name)
-    assert seen.kind == "exact" if name in BY_DEFAULT else seen.kind not in ("wrong", "crash"), seen
-    assert seen.kind != "exact" or seen.tau > 1.3
+    assert not torch.equal(blind.sequences, stock.sequences), "images were to matter"

@@ -103,8 +103,8 @@ def test_log_probabilities(place: Place) -> None:
 class MasksLightly(LlamaForCausalLM):
     """Off by less than bfloat16 rounds where several tokens come after a cache, as those of trees do."""
 
-    def forward(self, input_ids: Any, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
-        outputs = super().forward(input_ids, *args, attention_mask=attention_mask, **kwargs)
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, attention_mask=attention_mask, **kwargs)
         if attention_mask is not None and attention_mask.ndim == 4:
             outputs.logits = outputs.logits * (1 + 2**-9)
         return outputs

@@ -117,7 +117,7 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "one token": {"lengths": [1, 1]},
     },
     "prompt": {
-        **{kind: {"prompt": kind} for kind in ("ids", "embeddings", "both", "int32")},
+        **{kind: {"prompt": kind} for kind in ("ids", "embeddings", "both", "int32", "positions")},
         "chunks": {"options": {"prefill_chunk_size": 3}},
     },
     "cache": {
@@ -298,25 +298,13 @@ def test_a_penalty_sees_one_row(llama: tuple[Any, Any], known: int | None, noted
     """Not the whole batch for each of its rows."""
     target, head = llama
     seen = noted(RepetitionPenaltyLogitsProcessor, "__call__", lambda _, ids, scores: len(scores))
-    penalty = (
-        {"repetition_penalty": 1.3}
-        if known is None
-        else {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=known)]}
-    )
+    own = {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=known)]}
+    penalty = {"repetition_penalty": 1.3} if known is None else own
     for mode in (GREEDY, SAMPLED):
         assert_identical(target, head, prompts(RAGGED), **penalty, **mode)
         seen.clear()
         target.generate(**prompts(RAGGED), **penalty, **mode, assistant=head)
         assert set(seen) == {1}
-
-
-@pytest.mark.parametrize("first", [[3], [0, 3]], ids=["one row", "one of two"])
-def test_positions_of_the_users_own(llama: tuple[Any, Any], first: list[int]) -> None:
-    """Stock counts on from where they end."""
-    inputs = prompts([7] * len(first))
-    given = {**inputs, "position_ids": torch.arange(7) * 2 + torch.tensor(first)[:, None]}
-    stock, _ = assert_identical(*llama, given, **GREEDY)
-    assert not torch.equal(stock.sequences, run(llama[0], inputs, 0, **GREEDY).sequences)
 
 
 # ---- the ends of tables -----------------------------------------------------------------------------------

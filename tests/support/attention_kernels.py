@@ -58,27 +58,15 @@ def flash_kernels(name: str = FLASH) -> Iterator[Calls]:
         calls.add(q.shape[1])
         return torch.stack([_attend(*row, **options) for row in zip(q, k, v, strict=True)])
 
-    def of_any_length(
-        q: Tensor,  # [sum of Q, H, D]
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,  # [B + 1]
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        dropout_p: float = 0.0,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-        s_aux: Tensor | None = None,
-    ) -> Tensor:
+    def of_any_length(  # q [sum of Q, H, D], cu_seqlens [B + 1]; transformers looks at the names
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+        max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, s_aux: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         calls.add(max_seqlen_q)
-        parts = [
-            part.split(ends.diff().tolist()) for part, ends in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
-        ]
+        sizes = (q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)
+        rows = zip(*(part.split(ends.diff().tolist()) for part, ends in sizes), strict=True)
         options = {"softmax_scale": softmax_scale, "causal": causal, "window_size": window_size}
-        rows = zip(*parts, strict=True)
         return torch.cat([_attend(*row, **options, softcap=softcap, s_aux=s_aux) for row in rows])
 
     kernels = {
@@ -98,18 +86,10 @@ def flash_kernels(name: str = FLASH) -> Iterator[Calls]:
 
 
 def _attend(
-    q: Tensor,  # [Q, H, D]
-    k: Tensor,  # [S, H / g, D]
-    v: Tensor,
-    *,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    s_aux: Tensor | None = None,  # [H]
-    dropout_p: float = 0.0,
-) -> Tensor:  # [Q, H, D]
-    """The last query sees the last key."""
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, s_aux: Tensor | None = None, dropout_p: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """q [Q, H, D], k and v [S, H / g, D], s_aux [H] to [Q, H, D]; the last query sees the last key."""
     groups = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(groups, 1).transpose(0, 1) for part in (k, v))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
@@ -135,15 +115,9 @@ def own_kernel(change: Callable[[Tensor], Tensor] = lambda mixed: mixed) -> Iter
     """
 
     def attend(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, sliding_window: int | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         if attention_mask is not None and attention_mask.ndim != 2:
             raise NotImplementedError("this kernel takes no mask of four dimensions")
         calls.add(query.shape[2])
@@ -158,10 +132,7 @@ def own_kernel(change: Callable[[Tensor], Tensor] = lambda mixed: mixed) -> Iter
         return change(mixed), None
 
     calls = Calls()
-    with (
-        patch.dict(AttentionInterface._global_mapping),
-        patch.dict(AttentionMaskInterface._global_mapping),
-    ):
+    with patch.dict(AttentionInterface._global_mapping), patch.dict(AttentionMaskInterface._global_mapping):
         AttentionInterface.register(OWN, attend)
         AttentionMaskInterface.register(OWN, flash_attention_mask)
         yield calls
@@ -175,16 +146,9 @@ def flex_kernel() -> Iterator[Calls]:
     """
 
     def attend(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: BlockMask,
-        scaling: float | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: BlockMask,
+        scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         assert isinstance(attention_mask, BlockMask)
         calls.add(query.shape[2])
 

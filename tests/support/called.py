@@ -61,7 +61,8 @@ def prompt_of(case: dict[str, Any], target: Any) -> dict[str, Any]:
     elif form == "int32":
         inputs["input_ids"] = ids.int()
     elif form == "positions":
-        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0) + (case["seed"] % 3 == 0)
+        far, first = 1 + case["seed"] % 2, case["seed"] % 3 == 0
+        inputs["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0) * far + first
     elif form == "right padding":
         inputs = {name: value.flip(1) for name, value in inputs.items()}
     elif form == "no tokens":

@@ -40,13 +40,7 @@ def batch(size: int, attention: str) -> dict[str, Tensor]:
 
 
 def replay(
-    model: Any,
-    inputs: dict[str, Tensor],
-    *,
-    misses: list[float],
-    seed: int = 0,
-    draft_length: int = 6,
-    **options: Any,
+    model: Any, inputs: dict[str, Tensor], *, misses: list[float], seed: int = 0, draft_length: int = 6, **options: Any
 ) -> ReplayDrafter:
     """A drafter that knows stock's answer and misses a share of it, per row."""
     pads = (inputs["attention_mask"] == 0).sum(-1).tolist()

@@ -22,7 +22,9 @@ from support.tiny import (
 )
 
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-_LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [2.0, 3.0, 4.0, 6.0]}
+_TRAINED = {"original_max_position_embeddings": 32}
+_FACTORS = {"short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [2.0, 3.0, 4.0, 6.0]}
+_LONG = {"rope_type": "longrope", "rope_theta": 1e4, **_FACTORS}
 # Every kind of mask, cache layer, position and attention; some whose position table ends early.
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("llama", "qwen3", "gemma3", "mistral", "phi3", "gpt_neox", "mixtral", "cohere2")},
@@ -30,14 +32,7 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", {"n_positions": 40}),
     "opt": ("opt", {"max_position_embeddings": 40}),
     "llama, dynamic rope": ("llama", {"max_position_embeddings": 32, "rope_parameters": _DYNAMIC}),
-    "phi3, longrope": (
-        "phi3",
-        {
-            "sliding_window": None,
-            "original_max_position_embeddings": 32,
-            "rope_parameters": {**_LONG, "rope_theta": 1e4, "original_max_position_embeddings": 32},
-        },
-    ),
+    "phi3, longrope": ("phi3", {"sliding_window": None, **_TRAINED, "rope_parameters": {**_LONG, **_TRAINED}}),
 }
 EAGER_ONLY = {"gemma2", "gptj"}
 # They weigh experts, or turn positions, in fp32 whatever their dtype.
@@ -65,6 +60,16 @@ DRAFTERS = [*HEADS, *OTHERS, *["replay"] * 60, *["hostile"] * 3]
 # ---- what users put into GenerationConfig: how often, and which values -----------------------------------
 
 _TOKEN_LISTS = [[3], [5, 9, 14], [2, 8, 20, 21, 33, 40]]
+_WATERMARKS = [
+    WatermarkingConfig(bias=1.5, seeding_scheme="lefthash"), WatermarkingConfig(greenlist_ratio=0.4),
+    SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3), {"greenlist_ratio": 0.3},
+]  # fmt: skip
+# They change nothing.
+_OF_OTHER_WAYS = {
+    "length_penalty": 0.5, "early_stopping": True, "low_memory": True, "decoder_start_token_id": 1,
+    "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.4,
+    "assistant_lookbehind": 4, "target_lookbehind": 4, "assistant_ensemble_weight": 0.5, "max_matching_ngram_size": 2,
+}  # fmt: skip
 SAMPLING: dict[str, tuple[float, list[Any]]] = {
     "top_k": (1.0, [0, 0, 1, 5, 40, VOCABULARY, 500]),
     "temperature": (0.3, [0.2, 0.7, 1.6, 5.0]),
@@ -90,15 +95,7 @@ FIELDS: dict[str, tuple[float, list[Any]]] = {
     "renormalize_logits": (0.12, [True]),
     "remove_invalid_values": (0.12, [True]),
     "guidance_scale": (0.06, [1.0, 1.5, 2.5]),
-    "watermarking_config": (
-        0.1,
-        [
-            WatermarkingConfig(bias=1.5, seeding_scheme="lefthash"),
-            WatermarkingConfig(greenlist_ratio=0.4),
-            SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3),
-            {"greenlist_ratio": 0.3},
-        ],
-    ),
+    "watermarking_config": (0.1, _WATERMARKS),
     "eos_token_id": (0.5, [3, [7, 19, 31], [5, 6, 12, 23, 30, 41]]),
     "exponential_decay_length_penalty": (0.06, [(0, 1.5), (6, 1.1)]),
     "max_length": (0.15, [18, 22, 30, 41]),
@@ -118,18 +115,7 @@ FIELDS: dict[str, tuple[float, list[Any]]] = {
     "max_cache_len": (0.05, [30, 128]),
     "disable_compile": (0.06, [True]),
     "use_cache": (0.05, [True]),
-    # Of other ways to generate: they change nothing.
-    "length_penalty": (0.03, [0.5]),
-    "early_stopping": (0.03, [True]),
-    "low_memory": (0.03, [True]),
-    "decoder_start_token_id": (0.03, [1]),
-    "num_assistant_tokens": (0.03, [3]),
-    "num_assistant_tokens_schedule": (0.03, ["constant"]),
-    "assistant_confidence_threshold": (0.03, [0.4]),
-    "assistant_lookbehind": (0.03, [4]),
-    "target_lookbehind": (0.03, [4]),
-    "assistant_ensemble_weight": (0.03, [0.5]),
-    "max_matching_ngram_size": (0.03, [2]),
+    **{name: (0.03, [value]) for name, value in _OF_OTHER_WAYS.items()},
 }
 # What stock refuses, or ours: one of them in a call.
 ODD: list[tuple[str, Any]] = [
@@ -155,14 +141,9 @@ ODD: list[tuple[str, Any]] = [
 ELSEWHERE = {"_from_model_config", "transformers_version", "compile_config", "continuous_batching_config"}
 # Arguments of `generate` beside the prompt and GenerationConfig.
 ARGUMENTS: list[dict[str, Any]] = [
-    *[{}] * 80,
-    {"labels": "like ids"},
-    {"token_type_ids": "like ids"},
-    {"logits_to_keep": 1},
-    {"synced_gpus": False},
-    {"synced_gpus": True},
-    {"nonsense": 1},
-]
+    *[{}] * 80, {"labels": "like ids"}, {"token_type_ids": "like ids"}, {"logits_to_keep": 1}, {"synced_gpus": False},
+    {"synced_gpus": True}, {"nonsense": 1},
+]  # fmt: skip
 PROCESSORS = ["reads ids", "keeps count", "looks across rows", "draws", "in place", "nan", "raises", "stock's top-p"]
 CRITERIA = ["ends rows", "one row ends all", "keeps count", "draws", "raises", "stock's length", "stock's EOS"]
 PROMPTS = [

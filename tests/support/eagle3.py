@@ -79,24 +79,22 @@ def eagle3_tensors(
     layer = layer_of(config)
     generator = torch.Generator().manual_seed(seed)
     hidden = layer["hidden_size"]
-    feature = config.get("target_hidden_size") or hidden
+    fused = taps * (feature := config.get("target_hidden_size") or hidden)
     scored, size = config["draft_vocab_size"], layer["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, taps * feature), "norm.weight": (hidden,), "lm_head.weight": (scored, hidden),
+        "fc.weight": (hidden, fused), "norm.weight": (hidden,), "lm_head.weight": (scored, hidden),
         f"{first}.hidden_norm.weight": (hidden,),
     }  # fmt: skip
-    if config.get("bias"):
-        shapes["fc.bias"] = (hidden,)
-    if config.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (taps * feature,)
-    if config.get("fc_norm"):
-        shapes |= {f"fc_norm.{tap}.weight": (feature,) for tap in range(taps)}
-    if own_embeddings:
-        shapes["embed_tokens.weight"] = (size, hidden)
-    if "mask_token_id" in config:
-        shapes["mask_hidden"] = (1, 1, taps * feature)
-    if "draft_length" in config:
-        shapes[f"{first}.mask_rep"] = (2 * hidden,)
+    further: list[tuple[Any, dict[str, tuple[int, ...]]]] = [
+        (config.get("bias"), {"fc.bias": (hidden,)}),
+        (config.get("norm_before_fc"), {"input_norm.weight": (fused,)}),
+        (config.get("fc_norm"), {f"fc_norm.{tap}.weight": (feature,) for tap in range(taps)}),
+        (own_embeddings, {"embed_tokens.weight": (size, hidden)}),
+        ("mask_token_id" in config, {"mask_hidden": (1, 1, fused)}),
+        ("draft_length" in config, {f"{first}.mask_rep": (2 * hidden,)}),
+    ]
+    for wanted, more in further:
+        shapes |= more if wanted else {}
     for index in range(layer["num_hidden_layers"]):
         name, read = (first, 2 * hidden) if index == 0 else (f"layers.{index}", hidden)
         shapes |= layer_shapes(layer, name, read)
@@ -223,14 +221,9 @@ def joined_tensors(config: dict[str, Any], target: Any) -> dict[str, Tensor]:
 
 
 def forward(
-    config: dict[str, Any],
-    weights: dict[str, Tensor],
-    embeddings: Tensor,
-    features: Tensor,
-    tokens: Tensor,
-    path: list[int],
-    masks: int = 0,
-) -> Tensor:
+    config: dict[str, Any], weights: dict[str, Tensor], embeddings: Tensor, features: Tensor, tokens: Tensor,
+    path: list[int], masks: int = 0,
+) -> Tensor:  # fmt: skip
     """EAGLE as published, over a text and then over a drafted path: logits [1 + len(path), V or M].
 
     P-EAGLE and DART's code have mask slots after the text instead: logits [1 + masks, V or M].
@@ -247,15 +240,12 @@ def forward(
     embeddings = weights.get("embed_tokens.weight", embeddings)
     heads = layer["num_attention_heads"]
     plain = Plain(weights, layer, weights[f"{first}.self_attn.q_proj.weight"].shape[0] // heads)
-    norm, project = plain.norm, plain.project
+    norm, project, text = plain.norm, plain.project, len(tokens)
     free = weights.get(f"{first}.mask_rep")
-    text = len(tokens)
-    if masks and free is None:
-        tokens = torch.cat([tokens, torch.full((masks,), config["mask_token_id"])])
-        features = torch.cat([features, weights["mask_hidden"].reshape(1, -1).expand(masks, -1)])
-    elif masks:
-        tokens = torch.cat([tokens, tokens.new_zeros(masks)])
-        features = torch.cat([features, features.new_zeros(masks, features.shape[1])])
+    if masks:
+        tokens = torch.cat([tokens, torch.full((masks,), config.get("mask_token_id", 0))])
+        slot = weights.get("mask_hidden", torch.zeros_like(features[:1])).reshape(1, -1)
+        features = torch.cat([features, slot.expand(masks, -1)])
     if config.get("norm_before_fc"):
         features = norm(features, "input_norm")
     if config.get("fc_norm"):
@@ -263,8 +253,7 @@ def forward(
         features = torch.cat([norm(x, f"fc_norm.{tap}") for tap, x in enumerate(features.chunk(count, -1))], -1)
     joined = f"{first}.hidden_norm.weight" not in weights
     fused = features if joined else project(features, "fc")
-    keys: list[list[Tensor]] = [[] for _ in range(layer["num_hidden_layers"])]
-    values: list[list[Tensor]] = [[] for _ in range(layer["num_hidden_layers"])]
+    keys, values = ([list[Tensor]() for _ in range(layer["num_hidden_layers"])] for _ in range(2))
 
     def one(token: Tensor, feature: Tensor, at: int, real: int) -> Tensor:
         """The output at one entry, after those before it; `real` is the last position of the text up to it."""

@@ -57,17 +57,10 @@ class Repository:
 class Refusal(Exception):
     """What a request is answered with if it fails: the Hub's error code and message go into the headers."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str | None = None,
-        message: str = "",
-        body: Any = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
+    def __init__(self, status: int, code: str = "", message: str = "", body: Any = None, **headers: str) -> None:
         super().__init__(message)
         self.status, self.body = status, {"error": message} if body is None else body
-        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
+        self.headers = {"X-Error-Message": message, "X-Error-Code": code, **headers}
 
 
 class Hub(ThreadingHTTPServer):
@@ -262,7 +255,7 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit}
         content = found.commits[commit].get(path)
         if content is None:
-            raise Refusal(404, "EntryNotFound", "Entry not found", headers=headers)
+            raise Refusal(404, "EntryNotFound", "Entry not found", **headers)
         if not path.endswith(LFS_SUFFIXES):
             return self._send(content, headers={**headers, "ETag": f'"{git_hash(content)}"'})
         oid = sha256(content)
@@ -297,21 +290,20 @@ def card_errors(front_matter: str) -> list[str]:
     """What the Hub would refuse in a model card's metadata."""
     try:
         known = yaml.safe_load(front_matter) or {}
-    except yaml.YAMLError as error:
+        assert isinstance(known, dict), "metadata must be an object"
+    except (yaml.YAMLError, AssertionError) as error:
         return [str(error)]
-    if not isinstance(known, dict):
-        return ["metadata must be an object"]
-    errors = []
+
+    def listed(name: str) -> Any:
+        given = known.get(name, [])
+        return [given] if isinstance(given, str) else given
+
+    ids = [one for name in ("base_model", "datasets") for one in listed(name) if not REPOSITORY_ID.fullmatch(one)]
+    errors = [f'"{one}" is not valid. Use an id from https://hf.co.' for one in ids]
     if known.get("base_model_relation", "adapter") not in RELATIONS:
         errors.append(f'"base_model_relation" must be one of {RELATIONS}')
-    for name in ("base_model", "datasets"):
-        given = known.get(name, [])
-        for one in [given] if isinstance(given, str) else given:
-            if not REPOSITORY_ID.fullmatch(one):
-                errors.append(f'"{name}" with value "{one}" is not valid. Use an id from https://hf.co.')
     for name in ("tags", "language", "datasets"):
-        given = known.get(name, [])
-        if not isinstance(given, (str, list)) or not all(isinstance(one, str) for one in given):
+        if not isinstance(listed(name), list) or not all(isinstance(one, str) for one in listed(name)):
             errors.append(f'"{name}" must be a list of strings')
     for name in ("license", "library_name", "pipeline_tag"):
         if not isinstance(known.get(name, ""), str):
@@ -325,17 +317,17 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     with Hub() as server:
         thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_URL_HOSTS", frozenset({"127.0.0.1"}), raising=False)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+        found: dict[str, Any] = {
+            "HUGGINGFACE_CO_URL_TEMPLATE": server.url + "/{repo_id}/resolve/{revision}/{filename}",
+            "ENDPOINT": server.url, "HF_URL_HOSTS": frozenset({"127.0.0.1"}), "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+            "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_TOKEN_PATH": str(tmp_path / "token"),
+        }  # fmt: skip
+        for name, value in found.items():
+            monkeypatch.setattr(constants, name, value, raising=False)
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
-        monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+        for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.setenv(name, "127.0.0.1,localhost")
         close_session()  # the next one takes the environment above

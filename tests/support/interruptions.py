@@ -73,14 +73,9 @@ def assert_holds_a_prefix(target: Any, cache: Any, inputs: dict[str, Tensor], te
     stateful = any(map(keeps_states, cache.layers))
     cuts = [0, *range(prompt, slots + 1)] if stateful else [0, slots]
     for start, end in pairwise(cuts):
+        fed = {"input_ids": text[:, start:end], "attention_mask": mask[:, :end], CACHE: plain, "use_cache": True}
         with torch.no_grad():
-            target(
-                input_ids=text[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=positions[:, start:end],
-                **{CACHE: plain},
-                use_cache=True,
-            )
+            target(**fed, position_ids=positions[:, start:end])
     for left, right in zip(cache.layers, plain.layers, strict=True):
         if keeps_states(right):
             assert_same_states(left, right)
@@ -141,15 +136,9 @@ def interrupted_at(line: int) -> Any:
 
 
 def interrupt(
-    family: str,
-    kind: str,
-    lengths: list[int],
-    sampled: bool,
-    cases: int,
-    seed: int,
-    make: Callable[[Any], Any] | None = None,
-    **more: Any,
-) -> list[int]:
+    family: str, kind: str, lengths: list[int], sampled: bool, cases: int, seed: int,
+    make: Callable[[Any], Any] | None = None, **more: Any,
+) -> list[int]:  # fmt: skip
     """Break calls off at that many lines; returns how many tokens had been generated in each.
 
     They are drafted by a replay, or by what `make` makes of the target.

@@ -15,21 +15,16 @@ from hf_dart.interop.mtp_module import _WithModules
 from support.families import EXPERTS_IN_A_LOOP
 from support.tiny import tiny_target
 
-# Ours to what Qwen3-Next and Qwen3.5 call them, and to DeepSeek's and GLM's names after "model.layers.N.".
-_QWENS = {
-    "layers.0.enorm.": "mtp.pre_fc_norm_embedding.",
-    "layers.0.hnorm.": "mtp.pre_fc_norm_hidden.",
-    "layers.0.eh_proj.": "mtp.fc.",
-    "layers.0.post_norm.": "mtp.norm.",
-    "layers.0.mtp_block.": "mtp.layers.0.",
-}
-_MIMOS = {
-    "layers.0.enorm.": "model.mtp_layers.0.token_layernorm.",
-    "layers.0.hnorm.": "model.mtp_layers.0.hidden_layernorm.",
-    "layers.0.eh_proj.": "model.mtp_layers.0.input_proj.",
-    "layers.0.post_norm.": "model.mtp_layers.0.final_layernorm.",
-    "layers.0.mtp_block.": "model.mtp_layers.0.",
-}
+
+def _named(start: str, *names: str) -> dict[str, str]:
+    """Ours to the names of the norms of embedding and hidden state, the projection, the last norm and the block."""
+    ours = ("enorm.", "hnorm.", "eh_proj.", "post_norm.", "mtp_block.")
+    return {f"layers.0.{own}": start + name for own, name in zip(ours, names, strict=True)}
+
+
+# What Qwen3-Next and Qwen3.5 call them, and DeepSeek's and GLM's names after "model.layers.N.".
+_QWENS = _named("mtp.", "pre_fc_norm_embedding.", "pre_fc_norm_hidden.", "fc.", "norm.", "layers.0.")
+_MIMOS = _named("model.mtp_layers.0.", "token_layernorm.", "hidden_layernorm.", "input_proj.", "final_layernorm.", "")
 _MIMO_V2S = {
     "layers.0.post_norm.": "model.mtp.layers.0.final_layernorm.",
     "layers.0.mtp_block.post_attention_layernorm.": "model.mtp.layers.0.pre_mlp_layernorm.",

@@ -96,12 +96,9 @@ def relative_tensors(config: dict[str, Any], name: str, seed: int = 0) -> dict[s
 
 
 def relative(
-    folder: Path,
-    target: Any,
-    name: str,
-    dtype: torch.dtype = torch.float64,
+    folder: Path, target: Any, name: str, dtype: torch.dtype = torch.float64,
     change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
-) -> str:
+) -> str:  # fmt: skip
     """A checkpoint of one of `VARIANTS`, with a `change` of its tensors."""
     config = relative_config(target, name)
     tensors = change(relative_tensors(config, name))

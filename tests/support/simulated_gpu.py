@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import pytest
@@ -72,33 +72,20 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     named = kwargs.get("device")
     if not any(isinstance(part, DeviceTensor) for part in leaves) and (named is None or named.type != "cuda"):
         return func(*args, **kwargs)
-    kind = _kind_of(func)
-    if kind.composite:  # as it comes here in inference mode
+    name, composite, draws, _ = _kind_of(func)
+    if composite:  # as it comes here in inference mode
         with _Operations():
             return func.decompose(*args, **kwargs)
-    if kind.name == "copy_" or kind.name in _BY_INDICES:
-        _check_transfer(func, kind.name, args)
-    else:
-        _check_devices(func, kind, leaves)
-    if kind.draws and kwargs.get("generator") is None:
+    _check_devices(func, args, leaves)
+    if draws and kwargs.get("generator") is None:
         kwargs = {**kwargs, "generator": _generators[-1]}
     if named is not None:
         kwargs = {**kwargs, "device": torch.device("cpu")}
     if func is aten._scaled_dot_product_efficient_attention.default:
         func = _efficient_attention
     found = func(*_mapped(_host, args), **_mapped(_host, kwargs))
-    into_host = kind.name == "copy_" and not isinstance(args[0], DeviceTensor)
-    return _as_given(found, leaves, wrapped=kind.name not in _NUMBERS and not into_host)
-
-
-def _check_transfer(func: Any, name: str, args: Any) -> None:
-    """Copies may cross from one to the other, and indices of the device's tensors may come from the host."""
-    if name == "copy_":
-        return
-    if not isinstance(args[0], DeviceTensor):
-        raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({func})")
-    if name != "index" and not isinstance(args[2], DeviceTensor) and args[2].dim():
-        raise RuntimeError(f"Expected all tensors to be on the same device ({func})")
+    into_host = name == "copy_" and not isinstance(args[0], DeviceTensor)
+    return _as_given(found, leaves, wrapped=name not in _NUMBERS and not into_host)
 
 
 def _moved(tensor: Tensor, to: torch.device | None, options: dict[str, Any]) -> Tensor:
@@ -112,25 +99,12 @@ def _moved(tensor: Tensor, to: torch.device | None, options: dict[str, Any]) -> 
     return found.requires_grad_() if tensor.requires_grad and tensor.is_leaf else found
 
 
-class _Kind(NamedTuple):
-    """What is asked of an operation every time."""
-
-    name: str
-    composite: bool
-    draws: bool
-    takes_numbers: bool
-
-
 @cache
-def _kind_of(func: Any) -> _Kind:
+def _kind_of(func: Any) -> tuple[str, bool, bool, bool]:
+    """An operation's name, and whether it is made of others, draws noise, and takes numbers of the host."""
     schema, name = func._schema, func.overloadpacket.__name__
-    takes_generator = any(one.name == "generator" for one in schema.arguments)
-    return _Kind(
-        name,
-        func._can_decompose(),
-        torch.Tag.nondeterministic_seeded in func.tags and takes_generator,
-        torch.Tag.pointwise in func.tags or name in _TAKES_NUMBERS,
-    )
+    draws = torch.Tag.nondeterministic_seeded in func.tags and any(one.name == "generator" for one in schema.arguments)
+    return name, func._can_decompose(), draws, torch.Tag.pointwise in func.tags or name in _TAKES_NUMBERS
 
 
 def _mapped(change: Callable[[Any], Any], part: Any) -> Any:
@@ -170,10 +144,21 @@ def _as_given(found: Any, given: list[Tensor], wrapped: bool = True) -> Any:
     return _mapped(outer, found)
 
 
-def _check_devices(func: Any, kind: _Kind, tensors: list[Tensor]) -> None:
-    """A tensor of the host beside those of the device may be a number of an elementwise operation, and no more."""
+def _check_devices(func: Any, args: Any, tensors: list[Tensor]) -> None:
+    """Raise where CUDA does for tensors of the host.
+
+    Copies may cross, indices of the device's tensors may come from the host, and a tensor of one number may be one of
+    an elementwise operation.
+    """
+    name, _, _, takes_numbers = _kind_of(func)
+    if name == "copy_":
+        return
+    if name in _BY_INDICES:
+        if not isinstance(args[0], DeviceTensor):
+            raise RuntimeError(f"indices should be either on cpu or on the same device as the indexed tensor ({func})")
+        tensors, takes_numbers = [] if name == "index" else [args[2]], True
     for part in tensors:
-        if not isinstance(part, DeviceTensor) and (part.dim() or not kind.takes_numbers):
+        if not isinstance(part, DeviceTensor) and (part.dim() or not takes_numbers):
             raise RuntimeError(
                 "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
                 f"({func}, {tuple(part.shape)} on the host)"
@@ -181,14 +166,9 @@ def _check_devices(func: Any, kind: _Kind, tensors: list[Tensor]) -> None:
 
 
 def _efficient_attention(
-    query: Tensor,  # [B, H, Q, D]
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,  # [B, H, Q, S]
-    *_: Any,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any, scale: float | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What the memory-efficient kernel computes, and what it refuses."""
+    """What the memory-efficient kernel computes of [B, H, Q, D] with a bias [B, H, Q, S], and what it refuses."""
     if query.dtype not in _EFFICIENT or {key.dtype, value.dtype} != {query.dtype}:
         raise RuntimeError(f"efficient attention of {query.dtype}, {key.dtype}, {value.dtype}")
     if query.shape[:2] != key.shape[:2] or key.shape[:3] != value.shape[:3]:

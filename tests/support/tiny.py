@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -44,32 +45,29 @@ def tiny_target(
     return model.eval()
 
 
-_PASSED: dict[str, Any] = {}
-
-
+@cache
 def passed_trials(built_from: str) -> dict[Any, int]:
     """What targets that are built alike have passed, in all tests of this process."""
-    return _PASSED.setdefault(built_from, {})
+    return {}
+
+
+SIZED: dict[str, Any] = {"draft_length": 5, "initializer_range": 0.3, "tree": {"nodes": 8}}
+"""Fields of tiny drafters, whose trees are of a given size, since no node of theirs is worth its cost."""
 
 
 def tiny_head(target: Any, **config: Any) -> DartHead:
-    """A random head for a tiny target; its trees are of a given size, since no node of theirs is worth its cost."""
-    fields = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3, "tree": {"nodes": 8}}
-    return DartHead.from_target(target, **{**fields, **config})
+    """A random head for a tiny target."""
+    return DartHead.from_target(target, **{**SIZED, "feature_layers": [0, 1, 2], **config})
 
 
 def tiny_diffusion_drafter(target: Any, **config: Any) -> DiffusionDrafter:
     """A random diffusion drafter that takes several steps and looks back no farther than a short window."""
-    fields: dict[str, Any] = {"draft_length": 5, "denoise_steps": 3, "context_window": 7, "initializer_range": 0.3}
-    fields["tree"] = {"nodes": 8}
-    return DiffusionDrafter.from_target(target, **{**fields, **config})
+    return DiffusionDrafter.from_target(target, **{**SIZED, "denoise_steps": 3, "context_window": 7, **config})
 
 
 def tiny_eagle_drafter(target: Any, **config: Any) -> EagleDrafter:
     """A random autoregressive head."""
-    fields: dict[str, Any] = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3, "beam": 3}
-    fields["tree"] = {"nodes": 8}
-    return EagleDrafter.from_target(target, **{**fields, **config})
+    return EagleDrafter.from_target(target, **{**SIZED, "feature_layers": [0, 1, 2], "beam": 3, **config})
 
 
 def nearly(target: Any, noise: float = 0.02) -> Any:
@@ -110,20 +108,12 @@ class ReplayDrafter(Drafter[ReplayState]):
     feature_layers: Any = None
 
     def __init__(
-        self,
-        sequences: Tensor,
-        pads: list[int],
-        vocabulary: int,
-        *,
-        misses: list[float],
-        draft_length: int = 6,
-        hidden_layers: tuple[int, ...] = (),
-        seed: int = 0,
-    ) -> None:
+        self, sequences: Tensor, pads: list[int], vocabulary: int, *, misses: list[float], draft_length: int = 6,
+        hidden_layers: tuple[int, ...] = (), seed: int = 0,
+    ) -> None:  # fmt: skip
         self.sequences, self.pads, self.vocabulary = sequences, torch.tensor(pads), vocabulary
-        self.misses = torch.tensor(misses)
+        self.misses, self._generator = torch.tensor(misses), torch.Generator().manual_seed(seed)
         self.draft_length, self.feature_layers = draft_length, list(hidden_layers)
-        self._generator = torch.Generator().manual_seed(seed)
         self.tree_config = TreeConfig(nodes=8, shared_noise=False, lookup=0)
         self.last_stats = None
 

@@ -42,13 +42,9 @@ def random_copies(random: Random, nodes: int, tokens: int) -> Copies:
     for _ in range(nodes):
         above = random.choice([*paths][-4:])
         paths.setdefault((*above, random.randrange(tokens)), paths[above] - 0.01 - random.random())
-    ordered = sorted(paths, key=lambda path: -paths[path])
-    return Copies(
-        [path[-1] for path in ordered[1:]],
-        [ordered.index(path[:-1]) - 1 for path in ordered[1:]],
-        [len(path) for path in ordered[1:]],
-        [paths[path] for path in ordered[1:]],
-    )
+    _, *drafted = sorted(paths, key=lambda path: -paths[path])
+    parents = [drafted.index(path[:-1]) if path[1:] else -1 for path in drafted]
+    return Copies([path[-1] for path in drafted], parents, [*map(len, drafted)], [paths[path] for path in drafted])
 
 
 def copied_steps(copies: CopyLevels, row: int) -> dict[tuple[int, ...], float]:
@@ -64,14 +60,9 @@ def copied_steps(copies: CopyLevels, row: int) -> dict[tuple[int, ...], float]:
 
 
 def candidates_of(
-    tokens: Tensor,
-    steps: Tensor,
-    *,
-    history: Tensor | None = None,
-    formula: Any = DrafterScores,
-    copies: list[Copies] | None = None,
-    deepest: list[int] | None = None,
-) -> Candidates:
+    tokens: Tensor, steps: Tensor, *, history: Tensor | None = None, formula: Any = DrafterScores,
+    copies: list[Copies] | None = None, deepest: list[int] | None = None,
+) -> Candidates:  # fmt: skip
     """Candidates of B rows.
 
     Args:
