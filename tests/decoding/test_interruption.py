@@ -32,9 +32,8 @@ from support.interruptions import (
 )
 from support.tiny import prompts
 from support.turns import KINDS, RAGGED
-from support.users import Listener, OwnError
-from torch import Tensor
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from support.users import Listener, OwnError, fail
+from transformers import DynamicCache
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.cache.target_cache import TargetCache
@@ -47,16 +46,14 @@ def pair() -> tuple[Any, DartHead]:
     return used("gemma3")  # full and sliding layers
 
 
-class FailingCriterion(StoppingCriteria):
-    """Fails when it is shown more than `length` slots."""
+def failing_criterion(length: int) -> Any:
+    """It fails when it is shown more than `length` slots."""
+    return lambda ids, scores, **_: fail() if ids.shape[1] > length else torch.zeros(len(ids), dtype=torch.bool)
 
-    def __init__(self, length: int) -> None:
-        self.length = length
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if input_ids.shape[1] > self.length:
-            raise OwnError
-        return torch.zeros(len(input_ids), dtype=torch.bool)
+def failing_processor(length: int) -> Any:
+    """It fails when it shall choose the token after `length` slots."""
+    return lambda ids, scores: fail() if ids.shape[1] == length else scores
 
 
 # ---- the user breaks off ----------------------------------------------------------------------------------
@@ -83,7 +80,7 @@ def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], sample
 
 def test_interrupted_anywhere_in_stocks_steps() -> None:
     """With a criterion that is not known, tokens are drawn from the default generator as they come."""
-    criterion = FailingCriterion(length=1000)
+    criterion = failing_criterion(1000)
     reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=7, seed=1, stopping_criteria=[criterion])
     assert len(set(reached)) > 3
 
@@ -104,25 +101,13 @@ def test_a_kept_interruption_holds_no_noise(pair: tuple[Any, DartHead], where: A
 # ---- something fails --------------------------------------------------------------------------------------
 
 
-class FailingProcessor(LogitsProcessor):
-    """Fails when it shall choose the token after `length` slots."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.shape[1] == self.length:
-            raise OwnError
-        return scores
-
-
 def failing(what: str, last: int, tokens: int) -> dict[str, Any]:
     """Options of a call that fails after so many tokens, at the slot `last`."""
     streamer = Listener(tokens + 1 if what.startswith("streamer") else None)
     at = {"streamer in step": 999, "processor": last}.get(what)
     if what == "criterion":
-        return {"streamer": streamer, "stopping_criteria": [FailingCriterion(last)]}
-    return {"streamer": streamer, "logits_processor": [] if at is None else [FailingProcessor(at)]}
+        return {"streamer": streamer, "stopping_criteria": [failing_criterion(last)]}
+    return {"streamer": streamer, "logits_processor": [] if at is None else [failing_processor(at)]}
 
 
 @pytest.mark.parametrize(("lengths", "tokens"), [([7], 5), (RAGGED, 0), (RAGGED, 5)])

@@ -178,25 +178,26 @@ def test_static_caches_shorter_than_the_window(room: int) -> None:
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
-@pytest.mark.parametrize(("share", "part"), [(0.1, "model"), (0.2, "model.layers.0"), (0.0, "model.layers.0")])
-def test_train_mode(share: float, part: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "rates", "part"),
+    [
+        ("llama", {"attention_dropout": 0.1}, "model"),
+        ("llama", {"attention_dropout": 0.2}, "model.layers.0"),
+        ("llama", {"attention_dropout": 0.0}, "model.layers.0"),
+        ("gpt_neox", {"classifier_dropout": 0.1}, "gpt_neox.layers.0"),  # of a head that a causal model has not
+    ],
+)
+def test_train_mode(family: str, rates: dict[str, float], part: str) -> None:
     """Attention drops out by a function, not by a module; without a share of it the function is that of eval mode."""
-    target = tiny_target("llama", attention_dropout=share).train()
+    target = tiny_target(family, **rates).train()
     head = tiny_head(target)
     target.eval().get_submodule(part).train()
-    for drafting in ROUTES.values():
-        if share:
+    if drops := rates.get("attention_dropout"):
+        for drafting in ROUTES.values():
             refused(lambda d=drafting: target.generate(**INPUTS, **GREEDY, **d(head)), ValueError, r"model\.eval\(\)")
     for mode in (GREEDY, SAMPLED):
-        assert_identical(target.eval() if share else target, head, INPUTS, **mode)
+        assert_identical(target.eval() if drops else target, head, INPUTS, **mode)
         assert head.last_stats.accepted > 0
-
-
-def test_dropout_of_heads_that_a_causal_model_has_not() -> None:
-    target = tiny_target("gpt_neox", classifier_dropout=0.1)
-    head = tiny_head(target)
-    target.gpt_neox.layers[0].train()
-    assert_identical(target, head, INPUTS, **GREEDY)
 
 
 class Jitter(torch.nn.Module):

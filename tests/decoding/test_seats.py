@@ -10,7 +10,8 @@ from support.caches import assert_same_cache
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import first_draft, next_turn_of
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+from support.users import fail
+from transformers import DynamicCache, LogitsProcessorList
 
 from hf_dart import LanguageModelDrafter, LookupDrafter, TreeConfig
 from hf_dart.decoding.api import close_call, generate, open_request, requested
@@ -32,13 +33,8 @@ def stocks(target: Any, request: Request, seed: int, **more: Any) -> Any:
     return type(target).generate(target, **inputs, **options, **more)
 
 
-class Fails(LogitsProcessor):
-    """Raises at a length."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] == 14:
-            raise OSError("gone")
-        return scores
+def fails_at_14(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return fail(OSError) if ids.shape[1] == 14 else scores
 
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40}
@@ -47,7 +43,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40}
 def test_a_call_that_fails_leaves_alone() -> None:
     target = tiny_target("llama")
     head, seats, inputs = tiny_head(target), Seats(3), prompts([5], seed=1)
-    bad = {**prompts([9], seed=2), **GREEDY, "logits_processor": LogitsProcessorList([Fails()])}
+    bad = {**prompts([9], seed=2), **GREEDY, "logits_processor": LogitsProcessorList([fails_at_14])}
     sessions = [opened(target, assistant=head, **call) for call in ({**inputs, **GREEDY}, bad, {**inputs, **GREEDY})]
     for session in sessions:
         seats.take(session)

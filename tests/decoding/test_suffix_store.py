@@ -21,8 +21,7 @@ from support.compare import assert_identical, run, same
 from support.memory import resident
 from support.sentences import refused
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from support.users import letters
-from transformers import StoppingCriteria, StoppingCriteriaList
+from support.users import fail, letters
 
 from hf_dart import Batcher, LookupDrafter, SuffixStore, TreeConfig, attach, detach
 from hf_dart.decoding import suffix_store
@@ -92,17 +91,11 @@ def test_texts_that_mislead_change_nothing(target: Any, options: dict[str, Any])
 
 def test_processors_and_criteria_of_the_users_go_step_by_step(target: Any) -> None:
     """Rows in step, one of which has ended and runs on: what they hold after their ends is not kept."""
-
-    class At(StoppingCriteria):
-        def __call__(self, ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
-            return torch.tensor([ids.shape[1] >= 15, ids.shape[1] >= 25])
-
     store, inputs = SuffixStore(), prompts([9, 9])
+    ends = [lambda ids, scores, **_: torch.tensor([ids.shape[1] >= 15, ids.shape[1] >= 25])]
+    options = {**GREEDY, "stopping_criteria": ends, "tree_config": FREE, "memory": store}
     for _ in range(2):
-        criteria = StoppingCriteriaList([At()])
-        stock, _ = assert_identical(
-            target, LookupDrafter(), inputs, **GREEDY, stopping_criteria=criteria, tree_config=FREE, memory=store
-        )
+        stock, _ = assert_identical(target, LookupDrafter(), inputs, **options)
     assert [len(text) for text in texts_in(store)[:2]] == [15, 25]
     assert texts_in(store)[1] == stock.sequences[1, :25].tolist()
 
@@ -151,15 +144,9 @@ def test_a_call_is_kept_when_it_ends_or_breaks_off(target: Any, failure: type[Ba
     assert texts_in(store) == [sequences[0].tolist(), sequences[1, 5:].tolist()]
     store.forget()
     whole = run(target, inputs, 0, **GREEDY).sequences[0].tolist()
-
-    class Fails(StoppingCriteria):
-        def __call__(self, ids: torch.Tensor, scores: Any, **more: Any) -> torch.Tensor:
-            if ids.shape[1] >= 20:
-                raise failure
-            return torch.zeros(1, dtype=torch.bool)
-
+    fails = [lambda ids, scores, **_: fail(failure) if ids.shape[1] >= 20 else torch.tensor([False])]
     with pytest.raises(failure):
-        target.generate(**inputs, **GREEDY, assistant=LookupDrafter(), memory=store, stopping_criteria=[Fails()])
+        target.generate(**inputs, **GREEDY, assistant=LookupDrafter(), memory=store, stopping_criteria=fails)
     assert texts_in(store) == [whole[:20]]
     with pytest.raises(ValueError, match="cannot be drafted"):
         target.generate(**inputs, **GREEDY, assistant=LookupDrafter(), memory=store, output_attentions=True)

@@ -14,7 +14,6 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
@@ -57,31 +56,16 @@ def test_what_may_run_on_all_nodes() -> None:
     assert not scores_alone(LogitsProcessorList([Warmer(0.5)]))
 
 
-def write_into(ids: Tensor, scores: Tensor) -> Tensor:
-    ids[:, -1] = (ids[:, -1] + ids.shape[1] % 3) % VOCABULARY
-    return scores
+@pytest.mark.parametrize("part", ["logits_processor", "stopping_criteria"])
+def test_what_may_do_anything_is_called_as_stock_calls_it(part: str) -> None:
+    """Once per position, on the whole batch; it writes into the text, of which the target reads what stands there."""
 
+    def writes(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
+        ids[:, -1] = (ids[:, -1] + ids.shape[1] % 3) % VOCABULARY
+        return scores if part == "logits_processor" else torch.zeros(len(ids), dtype=torch.bool)
 
-class Writes(StoppingCriteria):
-    """Another token in the place of the one that was chosen, now and then; the target reads that one."""
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        write_into(input_ids, scores)
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        lambda: {"logits_processor": [lambda ids, scores: write_into(ids, scores)]},
-        lambda: {"stopping_criteria": [Writes()]},
-    ],
-    ids=["a processor that writes into the text", "a criterion that does"],
-)
-def test_what_may_do_anything_is_called_as_stock_calls_it(own: Any) -> None:
-    """Once per position, on the whole batch."""
     target = tiny_target("llama")
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, **own()}
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, part: [writes]}
     assert_identical(target, tiny_head(target), prompts([7, 3, 9, 5]), **options)
 
 

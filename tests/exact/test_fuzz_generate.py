@@ -32,11 +32,7 @@ def cases_of(seed: int, indices: Iterable[int], drafter: str | None) -> Iterable
 
 
 def many(seed: int, drafter: str | None = None, cases: int = 300) -> None:
-    """Run that many cases of a seed.
-
-    Raises:
-        AssertionError: some differ, or too few returned, or had drafts accepted, to show anything.
-    """
+    """Hold that many cases of a seed to stock's; enough of them return, and have drafts accepted, to show something."""
     tallies = Tallies()
     failures = failures_of(cases_of(seed, range(cases), drafter), tallies)
     assert not failures, "\n".join([*failures, str(tallies)])

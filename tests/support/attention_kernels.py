@@ -108,11 +108,7 @@ def _attend(
 
 @contextmanager
 def own_kernel(change: Callable[[Tensor], Tensor] = lambda mixed: mixed) -> Iterator[Calls]:
-    """An attention that a user registered as `OWN`: it knows [B, S] masks of padding, and refuses others.
-
-    Args:
-        change: of what comes out.
-    """
+    """An attention that a user registered as `OWN`: it knows [B, S] masks of padding, and refuses others."""
 
     def attend(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,

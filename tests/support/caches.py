@@ -30,8 +30,7 @@ def assert_same_cache(
 ) -> None:
     """All layers hold the same entries in the same slots; what padding left there is nobody's business.
 
-    Args:
-        tokens: [B, T] a text whose last token alone has not been run yet.
+    Of a text `tokens` [B, T], the last one alone has not been run yet.
     """
     assert type(ours) is type(stock)
     slots = slots_of(stock)

@@ -107,11 +107,7 @@ def surroundings(kind: str) -> Iterator[None]:
 def call(
     case: dict[str, Any], target: Any, inputs: dict[str, Any], seed: int, given_cache: Any, drafting: dict[str, Any]
 ) -> tuple[Run, list[Any]]:
-    """One side's call by the case's route, and what the user's own parts were shown.
-
-    Raises:
-        AssertionError: an argument was written to.
-    """
+    """One side's call by the case's route, and what the user's own parts were shown; arguments stay as they were."""
     options, ids = copy.deepcopy(case["options"]), inputs.get("input_ids")
     own, told = own_of(case, 0 if ids is None else ids.shape[1])
     own.update({CACHE: given_cache} if given_cache is not None else {})
@@ -176,11 +172,7 @@ def assert_same_shown(ours: list[Any], stock: list[Any]) -> None:
 
 
 def compare(ours: tuple[Run, Any], stock: tuple[Run, Any], tallies: Tallies) -> str:
-    """What became of the pair: "same", "refused" (by ours) or "both raise".
-
-    Raises:
-        AssertionError: they differ.
-    """
+    """What became of a pair that does not differ: "same", "refused" (by ours) or "both raise"."""
     (mine, shown), (theirs, wanted) = ours, stock
     by_user = isinstance(theirs.output, OwnError | Stopped)
     if mine.error is not None and is_sentence(mine.output) and (by_user or theirs.error is None):
@@ -246,11 +238,7 @@ def caches(case: dict[str, Any], target: Any) -> list[Any]:
 
 
 def run_case(case: dict[str, Any], tallies: Tallies) -> None:
-    """Run all turns of a case both ways.
-
-    Raises:
-        AssertionError: they differ.
-    """
+    """Hold all turns of a case to stock's."""
     target = drawn.made_target(case["target"], case["attention"], case["weights"])
     engine = Everywhere(case["first tier"]) if case["captured"] else None
     best = 0.0
@@ -295,15 +283,9 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
 
 
 def follow_up(case: dict[str, Any], inputs: dict[str, Any], text: Tensor, both: list[Any], seed: int) -> Tensor:
-    """Put four more tokens after the text; rows that ended early have visible pads inside.
+    """Make the inputs of a turn those of the next one, and return all text [B, T'] up to there.
 
-    Args:
-        inputs: of the last turn; those of the next one when this returns.
-        text: [B, T] all that was said before the last turn, and its ids.
-        both: the caches of both sides.
-
-    Returns:
-        [B, T'] the same for the next turn.
+    Four more tokens come after the text [B, T] so far; rows that ended early have visible pads inside.
     """
     slides = any(getattr(layer, "is_sliding", False) for layer in both[0].layers)
     if case["crop"] and case["cache"] == "dynamic" and not slides:

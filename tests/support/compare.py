@@ -81,13 +81,18 @@ def generators(device: torch.device) -> Tensor:
     return torch.cat([cpu, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else cpu
 
 
+def both(model: Any, drafter: Any, inputs: dict[str, Any], seed: int, options: dict[str, Any]) -> tuple[Run, Run]:
+    """Stock's run and ours, which alone takes options of drafts: they are taken out."""
+    drafting = {name: options.pop(name) for name in ("tree_config", "refine", "memory") if name in options}
+    stock = run(model, inputs, seed, **options)
+    return stock, run(model, inputs, seed, assistant=drafter, **drafting, **options)
+
+
 def assert_identical(
     model: Any, drafter: Any, inputs: dict[str, Any], *, seed: int = 0, into: Tally | None = None, **options: Any
 ) -> tuple[Run, Run]:
     """Run both ways, without tolerance; returns stock's run and ours."""
-    drafting = {name: options.pop(name) for name in ("tree_config", "refine", "memory") if name in options}
-    stock = run(model, inputs, seed, **options)
-    ours = run(model, inputs, seed, assistant=drafter, **drafting, **options)
+    stock, ours = both(model, drafter, inputs, seed, options)
     same(ours, stock)
     if into is not None:
         into.add(drafter.last_stats)
@@ -115,9 +120,7 @@ def assert_identical_up_to_near_ties(
     model: Any, drafter: Any, inputs: dict[str, Any], *, seed: int = 0, into: Tally, label: str, **options: Any
 ) -> None:
     """For 32 bits and less: where a row differs first, stock's own choice must be a near-tie (`bench.exact`)."""
-    drafting = {name: options.pop(name) for name in ("tree_config", "refine", "memory") if name in options}
-    stock = run(model, inputs, seed, **options)
-    ours = run(model, inputs, seed, assistant=drafter, **drafting, **options)
+    stock, ours = both(model, drafter, inputs, seed, options)
     found = parted(model, inputs, seed, options, stock, ours)
     assert all(one.near_tie for one in found), f"{label}: {found}"
     assert found or torch.equal(ours.state, stock.state), "the generator is not where stock leaves it"

@@ -71,10 +71,7 @@ def eagle3_tensors(
 ) -> dict[str, Tensor]:
     """Random weights, in float64, with a draft vocabulary of some of the tokens if it is not whole.
 
-    Args:
-        first: what the tensors of the first layer are called.
-        own_embeddings: with a table of token embeddings.
-        taps: how many of the target's layers are fused.
+    `first` is what the tensors of the first layer are called, and `taps` how many of the target's layers are fused.
     """
     layer = layer_of(config)
     generator = torch.Generator().manual_seed(seed)
@@ -226,14 +223,8 @@ def forward(
 ) -> Tensor:  # fmt: skip
     """EAGLE as published, over a text and then over a drafted path: logits [1 + len(path), V or M].
 
-    P-EAGLE and DART's code have mask slots after the text instead: logits [1 + masks, V or M].
-
-    Args:
-        embeddings: [V, H].
-        features: [T, F] of the target, fused in the order of the config.
-        tokens: [T] those after each position.
-        path: of drafted tokens, ids of the target.
-        masks: how many mask slots.
+    P-EAGLE and DART's code have mask slots after the text instead: logits [1 + masks, V or M]. Features [T, F] are
+    fused in the order of the config, and tokens [T] those after each position.
     """
     layer = layer_of(config)
     first = "midlayer" if "midlayer.hidden_norm.weight" in weights else "layers.0"

@@ -29,11 +29,7 @@ def engine(target: Any, drafter: Any, **options: Any) -> Engine:
 
 
 class Everywhere:
-    """Stands in as the engine of every drafter: calls run on fixed shapes, with an engine for each target.
-
-    Attributes:
-        calls: how many have run in tiers.
-    """
+    """Stands in as the engine of every drafter: `calls` run on fixed shapes, with an engine for each target."""
 
     def __init__(self, first_tier: int = 16) -> None:
         self._config = EngineConfig(backend=None, first_tier=first_tier)

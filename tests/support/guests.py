@@ -54,9 +54,6 @@ def dflash_drafter(folder: Path, target: Any, **changes: Any) -> DFlashDrafter:
     return drafter
 
 
-# ---- the published forward, on a whole text at once --------------------------------------------------------
-
-
 def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
     """z-lab's DFlash as its paper and code define it: features [T, F], block embeddings [n, H] to hidden [n, H].
 
@@ -75,14 +72,10 @@ def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tens
     def after(x: Tensor, name: str, given: Tensor | None) -> Tensor:
         return x if given is None else kernels(x, weights[f"{name}.base_kernel"][1], given)
 
-    def kernels(x: Tensor, base: Tensor, given: Tensor) -> Tensor:
-        out, group = torch.zeros_like(x), x.shape[1] // given.shape[2]
-        for place in range(len(x)):
-            for tap in range(min(taps, place + 1)):
-                for channel in range(x.shape[1]):
-                    factor = base[tap, channel] + given[place, tap, channel // group]
-                    out[place, channel] += factor * x[place - tap, channel]
-        return out
+    def kernels(x: Tensor, base: Tensor, given: Tensor) -> Tensor:  # [T, H], [taps, H], [T, taps, groups]
+        factors = base + given.repeat_interleave(x.shape[1] // given.shape[2], dim=-1)
+        before = [torch.nn.functional.pad(x, (0, 0, tap, 0))[: len(x)] for tap in range(taps)]
+        return (factors * torch.stack(before, dim=1)).sum(1)
 
     taps = inner.get("conv_kernel_size", config.get("conv_kernel_size", 2))
     known, x = norm(project(features, "fc"), "hidden_norm"), block

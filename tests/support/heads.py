@@ -130,9 +130,7 @@ def assert_beam(
 ) -> None:
     """Check that the draft of a row goes on from the best way to each of the best tokens of every depth.
 
-    Args:
-        after: log-probabilities [V] after a path of drafted tokens.
-        score: log-scores [V] of a depth that paths are ranked by; None ranks them by log-probabilities.
+    `after` a path of drafted tokens come log-probabilities [V]; `score` gives others that paths are ranked by.
     """
     score = score or (lambda level, chances: chances)
     known, width = after([]), proposal.branches.shape[-1]

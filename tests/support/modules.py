@@ -40,11 +40,7 @@ _NUMBERED = {"layers.0.mtp_block.": "", "layers.0.post_norm.": "shared_head.norm
 def with_module(
     family: str, folder: Path, dtype: torch.dtype = torch.float64, target: Any = None
 ) -> tuple[Any, dict[str, Tensor]]:
-    """A tiny target loaded from a folder that has a module as well, and that module's weights by `MtpModel`'s names.
-
-    Args:
-        target: another one of the family than `tiny_target` gives.
-    """
+    """A tiny target loaded from a folder that has a module as well, and that module's weights by `MtpModel`'s names."""
     own = "qwen2" if family == "mimo" else family
     target = tiny_target(own, dtype=dtype) if target is None else target
     target.save_pretrained(folder)

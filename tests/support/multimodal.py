@@ -56,11 +56,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 
 
 def multimodal_target(family: str, **text: Any) -> Any:
-    """A random target of a family of `MULTIMODAL`, in float64; the global generators are not moved.
-
-    Args:
-        text: fields of the text's config in place of those there.
-    """
+    """A random target of `MULTIMODAL`, in float64, with other fields of its text's config; no generator is moved."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         fields = MULTIMODAL[family]
@@ -78,9 +74,7 @@ def multimodal_target(family: str, **text: Any) -> Any:
 def image_inputs(family: str, rows: int = 2, seed: int = 0, image: int = 0, turned: bool = False) -> dict[str, Tensor]:
     """Prompts of up to two rows as a processor prepares them: text, an image, text; padded on the left.
 
-    Args:
-        image: seed of the images' own.
-        turned: make the first row's image the larger one.
+    The images have a seed of their own, and the first one is the larger one if `turned`.
     """
     draw, generator = random.Random(seed), torch.Generator().manual_seed(image)
     sizes = [(4, 4), (4, 8)] if family in _SIZED else [(4, 4)] * 2  # in patches

@@ -95,13 +95,9 @@ class ReplayState:
 
 
 class ReplayDrafter(Drafter[ReplayState]):
-    """Drafts a known continuation, of which it misses a given share of the tokens, per row.
+    """Drafts known `sequences` [B, T], as `generate` returned them, and misses a share of their tokens in each row.
 
-    Args:
-        sequences: [B, T] prompts and continuations as `generate` returned them.
-        pads: left padding of each row.
-        misses: [B] the share of draft tokens that are wrong.
-        hidden_layers: indices of the target's hidden states to ask for (they are not looked at).
+    It does not look at the hidden states that it asks for.
     """
 
     draft_length: Any = None

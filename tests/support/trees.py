@@ -63,13 +63,9 @@ def candidates_of(
     tokens: Tensor, steps: Tensor, *, history: Tensor | None = None, formula: Any = DrafterScores,
     copies: list[Copies] | None = None, deepest: list[int] | None = None,
 ) -> Candidates:  # fmt: skip
-    """Candidates of B rows.
+    """Candidates [B, d, K] with log-scores [B, d, K], or [B, d, K, K] of each after each of the depth before.
 
-    Args:
-        tokens: [B, d, K].
-        steps: [B, d, K] log-scores, or [B, d, K, K] of each after each of the depth before.
-        history: [B, C]; None are roots 100, 101, ...
-        copies: of each row; they are not yet among `tokens`.
+    A history is [B, C], and None are roots 100, 101, ...; copies of each row are not yet among `tokens`.
     """
     batch = len(tokens)
     history = torch.arange(100, 100 + batch)[:, None] if history is None else history
@@ -86,9 +82,7 @@ def candidates_of(
 def plainly(candidates: Candidates, row: int, nodes: int, beam: int) -> dict[tuple[int, ...], float]:
     """The tree of a row by writing all paths down, and the score of each: every path times every token after it.
 
-    Args:
-        nodes: most of the tree, its root included.
-        beam: paths that go on at each depth.
+    It has at most so many `nodes`, its root included, and `beam` paths go on at each depth.
     """
     tokens, copied = candidates.tokens[row], copied_steps(candidates.copies, row)
     history, limits, batch = candidates.history, candidates.deepest, len(candidates.tokens)

@@ -33,16 +33,15 @@ class Stopped(KeyboardInterrupt):
     """As by Ctrl-C, at a known moment."""
 
 
+def fail(error: type[BaseException] = OwnError) -> Any:
+    """Raise, in an expression."""
+    raise error
+
+
 class Listener(BaseStreamer):
-    """A streamer that keeps what it is given.
+    """A streamer that keeps tokens and their dtype in `calls`, those of the prompt first, and at the end "end".
 
-    Args:
-        last: the token at which it fails, 0 being the prompt; None if it does not.
-        error: what it fails with.
-
-    Attributes:
-        calls: tokens and their dtype, of the prompt first; at the end "end".
-        tokens: how many it was given after the prompt.
+    It fails at the token `last`, 0 being the prompt; `tokens` counts those after the prompt.
     """
 
     def __init__(self, last: int | None = None, error: type[BaseException] = OwnError) -> None:
@@ -61,11 +60,7 @@ class Listener(BaseStreamer):
 
 
 class Processor(LogitsProcessor):
-    """One of several, and a record of its calls.
-
-    Args:
-        kind: what it does.
-    """
+    """One of several kinds, and a record of its calls."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.papers import NODES, Cases, trees
+from surveys.dart_search import NODES, Cases, trees
 
 RECORDED = Path(__file__).parent / "dart_search.safetensors"
 

@@ -1,7 +1,7 @@
 """Mutation testing: put subtle bugs into a module one at a time, and run its tests on each.
 
-    python tests/mutation.py --sample 40 --seed 0
-    python tests/mutation.py --listed        # the bugs of tests/mutants.toml, each on the tests that guard it
+    python examples/experiments/mutation.py --sample 40 --seed 0
+    python examples/experiments/mutation.py --listed   # the bugs of tests/mutants.toml, each on the tests that guard it
 
 In a copy of the repository, so that the working tree stays as it is. Survivors are printed with their lines, and at the
 end the share that was noticed: by a test that fails, or by a run that takes more than three times as much processor
@@ -28,7 +28,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LISTED = ROOT / "tests" / "mutants.toml"
 _PARTS = ["engine/test_tier.py", "engine/test_engine.py", "engine/test_fixed_states.py"]
 _CACHES = ["cache/test_tree_caches.py", "decoding/test_turns.py", "decoding/test_interruption.py"]
