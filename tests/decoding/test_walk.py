@@ -138,18 +138,6 @@ def test_equals_multinomial(rows: int, vocabulary: int, calls: int, share_zeroed
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 5, 12, 19])
-def test_the_generator_is_left_where_stock_is(steps: int) -> None:
-    for _ in range(steps):
-        torch.multinomial(torch.full((3, 20), 0.05), num_samples=1)
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    stream = NoiseStream(3, 20, CPU).begin()
-    stream.gumbel([0, 2, 4], 8)  # 12 positions ahead
-    stream.leave_as_stock(steps)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_rows_start_where_they_are_whatever_was_forgotten() -> None:
     """Also a row that has ended, which may lie behind what is kept; what is skipped is not kept."""
     torch.manual_seed(5)

@@ -53,6 +53,7 @@ _OTHERWISE = "computes something else for a token tree than stock does token by 
         ("xLSTMForCausalLM", "cannot run plain text over a DynamicCache"),
         ("RwkvForCausalLM", "uses a DynamicCache that holds neither keys and values nor running states"),
         pytest.param("InklingForCausalLM", _OTHERWISE, marks=needs_running_states),
+        ("Kosmos2_5ForConditionalGeneration", _OTHERWISE),  # a token's position depends on its id
         ("XLNetLMHeadModel", "(cannot run plain text over|uses) a DynamicCache"),  # names a position table of -1
     ],
 )
@@ -95,26 +96,6 @@ def test_an_image_in_the_cache_is_refused() -> None:
 def test_what_does_not_generate_is_told_when_attaching() -> None:
     with pytest.raises(ValueError, match=r"^LlamaModel does not generate a token at a time .*\.$"):
         attach(tiny_target("llama").model)
-
-
-@torch.no_grad()
-def test_positions_that_depend_on_the_token_are_refused() -> None:
-    """Stock hands Kosmos-2.5 none; it counts them from its pad token's id on, which itself has that id's position."""
-    model = build("Kosmos2_5ForConditionalGeneration", "eager")
-    pad, prompt = model.config.get_text_config(decoder=True).pad_token_id, torch.tensor([[5, 6, 7, 8, 9]])
-
-    def step(token: int, position: int | None) -> torch.Tensor:
-        cache = model(input_ids=prompt, use_cache=True)[CACHE]
-        positions = {} if position is None else {"position_ids": torch.tensor([[position]])}
-        return model(input_ids=torch.tensor([[token]]), **{CACHE: cache}, use_cache=True, **positions).logits
-
-    for token, position in ((11, prompt.shape[1] + pad + 1), (pad, pad)):
-        stock = step(token, None)
-        others = [step(token, other) for other in range(10) if other != position]
-        torch.testing.assert_close(step(token, position), stock)
-        assert min(float((logits - stock).abs().max()) for logits in others) > 0.01
-    with pytest.raises(ValueError, match="computes something else for a token tree"):
-        attach(model)
 
 
 @pytest.mark.matrix

@@ -45,7 +45,7 @@ def eagle3_config(target: Any, style: str = ORIGINAL, **changes: Any) -> dict[st
             "transformer_layer_config": {**layer, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
         }  # fmt: skip
     if style == MODELOPT:
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": _EAGLE}
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "eagle_config": dict(_EAGLE)}
     if style == SPECULATORS:
         inside = {*layer, *_LAYER}
         changes = {"transformer_layer_config__" * (name in inside) + name: one for name, one in changes.items()}
