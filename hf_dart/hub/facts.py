@@ -36,28 +36,19 @@ def publishable(recipe: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """Facts that a card is written from; the sentence of one that is None or empty is left out.
-
-    Attributes:
-        kind, texts, config: of the drafter.
-        parameters, size, dtype: how many are stored, in how many bytes, and as what.
-        repository: the drafter's id on the Hub.
-        base_model: the target's id on the Hub.
-        training: `hf_dart.training.record.training_record`.
-        bench: what `hf-dart bench --json` wrote.
-        license, language, datasets, tags: fields of the card's front matter, in the Hub's spelling.
-    """
+    """Facts that a card is written from; the sentence of one that is None or empty is left out."""
 
     kind: Kind
     texts: CardTexts
     config: PreTrainedConfig
-    parameters: int
-    size: int
+    parameters: int  # that are stored
+    size: int  # in bytes
     dtype: str
-    repository: str | None = None
-    base_model: str | None = None
-    training: dict[str, Any] | None = None
-    bench: dict[str, Any] | None = None
+    repository: str | None = None  # the drafter's id on the Hub
+    base_model: str | None = None  # the target's
+    training: dict[str, Any] | None = None  # `hf_dart.training.record.training_record`
+    bench: dict[str, Any] | None = None  # what `hf-dart bench --json` wrote
+    # Fields of the card's front matter, in the Hub's spelling.
     license: str | None = None
     language: tuple[str, ...] = ()
     datasets: tuple[str, ...] = ()

@@ -13,21 +13,13 @@ Names = Callable[[], Collection[str]]
 
 @dataclass(frozen=True)
 class CardTexts:
-    """Texts of a card on the Hub about one kind of drafter.
+    """Texts of a card on the Hub about one kind of drafter."""
 
-    Attributes:
-        called: what one is called, with its article.
-        short: what it is called in code, and where nothing else is meant.
-        tag: of the card's front matter.
-        introduced: as `called`, with a link to the paper.
-        paper: its number on arXiv and its title.
-    """
-
-    called: str
-    short: str
-    tag: str
-    introduced: str
-    paper: tuple[str, str] | None = None
+    called: str  # with its article
+    short: str  # what it is called in code, and where nothing else is meant
+    tag: str  # of the card's front matter
+    introduced: str  # as `called`, with a link to the paper
+    paper: tuple[str, str] | None = None  # its number on arXiv and its title
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,8 @@ def published_drafters(config: Any) -> tuple[str, list[dict[str, Any]]]:
     fine-tune of the one that the drafters were trained for, for which fewer of their tokens are accepted.
     """
     name, text = str(config.name_or_path).rstrip("/").lower(), config.get_text_config(decoder=True)
-    fits = [
-        known
-        for known in published_table()["targets"]
-        if all(getattr(text, field, None) == size for field, size in known.get("sizes", {}).items())
-    ]
+    targets = published_table()["targets"]
+    fits = [one for one in targets if all(getattr(text, k, None) == v for k, v in one.get("sizes", {}).items())]
     named = [known for known in fits if known["name"].lower().rpartition("/")[2] == name.rpartition("/")[2]]
     found = named or [known for known in fits if "sizes" in known] or [{"name": "", "drafters": []}]
     return found[0]["name"], found[0]["drafters"]

@@ -17,12 +17,9 @@ from hf_dart.models.devices import where_it_runs
 from hf_dart.models.features import layer_count
 from hf_dart.models.tolerance import same
 
-SEGMENT = 256
-"""Positions of a text that are kept in one piece; what comes later does not look back farther."""
-PROMPT = 128
-"""Positions of the end of a prompt that are kept in addition."""
-BEST = 64
-"""Tokens of the target's distribution that are kept where the features do not determine it."""
+SEGMENT = 256  # positions of a text that are kept in one piece; what comes later does not look back farther
+PROMPT = 128  # positions of the end of a prompt that are kept in addition
+BEST = 64  # tokens of the target's distribution that are kept where the features do not determine it
 
 
 @dataclass(frozen=True)

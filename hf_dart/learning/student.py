@@ -23,8 +23,7 @@ from hf_dart.training.trainers.drafts import as_columns, places_and_labels
 
 PASSES: dict[type, Callable[..., Tensor]] = {DartHead: head_states, EagleDrafter: eagle_states}
 """The training pass of each kind of drafter that learns."""
-SEGMENTS, BLOCKS = 4, 8
-"""Texts in a step, and blocks that begin in each."""
+SEGMENTS, BLOCKS = 4, 8  # texts in a step, and blocks that begin in each
 _WARMUP = 10  # steps
 _LOGITS = 2**23  # numbers that are held at once
 _IMPOSSIBLE = -1e4  # a logit of no weight

@@ -120,10 +120,7 @@ def whole(folder: Path) -> Iterator[None]:
 
 
 def newest_checkpoint(run: str | Path) -> str | None:
-    """Return the newest checkpoint of a run that was written to its end, if it has one.
-
-    `Trainer` writes its state last: without it, or with half of it, the run was killed while it saved.
-    """
+    """Return the newest checkpoint of a run that was written to its end: `Trainer` writes its state last."""
     steps = (folder.name.rpartition("-")[2] for folder in Path(run).glob(f"{PREFIX_CHECKPOINT_DIR}-*"))
     for step in sorted((int(step) for step in steps if step.isdecimal()), reverse=True):
         folder = Path(run, f"{PREFIX_CHECKPOINT_DIR}-{step}")

@@ -7,11 +7,7 @@ from typing import Any
 
 
 def option(default: Any, words: str, **flag: Any) -> Any:
-    """Make a field with its default (a fresh copy of a list; MISSING has to be given) and what `--help` says of it.
-
-    Args:
-        flag: more for `argparse`.
-    """
+    """Make a field of its default (MISSING has to be given), what `--help` says of it, and more for `argparse`."""
     metadata = {"help": words, **flag}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)

@@ -35,11 +35,7 @@ _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have 
 
 
 def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple[Path, dict[str, float]]:
-    """Train as `recipe` says, evaluate, and save the head to `final` in the output folder.
-
-    Args:
-        recipe: the options.
-        say: called with lines about what was prepared.
+    """Train as `recipe` says, evaluate, and save the head to `final` in the output folder; `say` what was prepared.
 
     Returns:
         The folder of the head, and the metrics of the last evaluation (none without evaluation data).

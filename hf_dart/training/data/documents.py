@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -92,8 +93,8 @@ def open_source(
         kind, what = _FORMATS[files[0].suffix]
         files = [file for file in files if file.stat().st_size]
         with _reading(name, f"does not hold {what}, as its ending says", "fix it or rename it"):
-            read = _token_files if kind == "bin" else _table_files
-            documents = read(datasets, kind, files, eos, options) if files else []
+            read = partial(_token_files, eos=eos) if kind == "bin" else partial(_table_files, kind=kind)
+            documents = read(datasets, files, options=options) if files else []
             first = next(iter(documents), None)
     if first is None:
         raise ValueError(f"{name} is empty; give a source with something in it.")
@@ -136,10 +137,10 @@ def _local_files(names: Sequence[str]) -> list[Path] | None:
     return files
 
 
-def _table_files(datasets: Any, kind: str, files: list[Path], eos: int | None, options: dict[str, Any]) -> Any:
+def _table_files(datasets: Any, files: list[Path], kind: str, options: dict[str, Any]) -> Any:
     """Return the documents of JSON, Parquet or text files."""
     if kind == "text":
-        options = {**options, "sample_by": "document"}
+        options["sample_by"] = "document"
     if kind == "json":
         from datasets.packaged_modules.json.json import JsonConfig
 
@@ -149,7 +150,7 @@ def _table_files(datasets: Any, kind: str, files: list[Path], eos: int | None, o
     return datasets.load_dataset(kind, data_files=names, split="train", **options)
 
 
-def _token_files(datasets: Any, kind: str, files: list[Path], eos: int | None, options: dict[str, Any]) -> Any:
+def _token_files(datasets: Any, files: list[Path], eos: int | None, options: dict[str, Any]) -> Any:
     """Return the documents of files of raw token ids."""
     stamps = []
     for file in files:

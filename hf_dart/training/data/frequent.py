@@ -33,8 +33,7 @@ def frequent_tokens(
 
     Args:
         rows: as for `token_counts`, or what it has counted [V].
-        size: M.
-        vocab_size: V of the target.
+        size, vocab_size: M, and V of the target.
         always: tokens to take in whatever their count, such as end and padding tokens.
 
     Raises:

@@ -22,18 +22,12 @@ class Packer:
 
     A document longer than a row is cut; pieces that no draft can be trained in are left out. Where a document begins
     with the tokenizer's first token, so does each of its pieces: targets write badly without it.
-
-    Args:
-        length: T, tokens of a row.
-        draft_length: d. A piece needs d + 1 tokens, for at least one anchor.
-        share_rows: False gives every piece a row of its own.
-        bos: that first token.
     """
 
-    length: int
-    draft_length: int
-    share_rows: bool = True
-    bos: int | None = None
+    length: int  # T, tokens of a row
+    draft_length: int  # d; a piece needs d + 1 tokens, for at least one anchor
+    share_rows: bool = True  # False gives every piece a row of its own
+    bos: int | None = None  # that first token
 
     def __call__(self, documents: Iterable[Document]) -> dict[str, list[np.ndarray]]:
         """Rows as columns: `input_ids`, `documents` (0, 1, ... in a row; -1 in padding) and `loss_mask`, of [T]."""

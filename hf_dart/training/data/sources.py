@@ -49,9 +49,7 @@ class DataArguments:
     train_data: list[str] = option(MISSING, "files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub")
     eval_data: list[str] = option([], "as train_data; the default split of the Hub is 'validation'")
     eval_documents: int = option(0, "first documents of each source, kept out of training to evaluate on")
-    shares: list[float] | None = option(
-        None, "of the rows: one number per source; without, every row comes once per epoch"
-    )
+    shares: list[float] | None = option(None, "of the rows, one number per source; default: every row once per epoch")
     text_field: str | None = option(None, "the field that holds the text")
     messages_field: str | None = option(None, "the field that holds the conversation")
     chat_template: str | None = option(None, "a chat template or a file with one, instead of the tokenizer's")

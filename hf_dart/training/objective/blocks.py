@@ -25,19 +25,16 @@ class Blocks:
     A mask is bool, True if a query attends to a key: [B, 1, queries, keys]. Keys are all S entries.
 
     Attributes:
-        anchors: [B, K] real position of each block; -1 is no block.
         positions: [B, S] with S = T - 1 + K M, counted from the start of each document; M mask slots per block.
         entries: [B, K d] of each block, as `DartHead.propose` gives them: the anchor's real position (shifted
             logits), then its d - 1 mask slots, or d of these; those of absent blocks mean nothing.
-        sees: the mask [B, 1, Q, keys] of some entries [B, Q].
-        real: T - 1.
     """
 
-    anchors: Tensor
+    anchors: Tensor  # [B, K] real position of each block; -1 is no block
     positions: Tensor
     entries: Tensor
-    sees: Callable[[Tensor], Tensor]
-    real: int
+    sees: Callable[[Tensor], Tensor]  # the mask [B, 1, Q, keys] of some entries [B, Q]
+    real: int  # T - 1
 
     def drafts(self, hidden: Tensor) -> Tensor:
         """Return the hidden states [B, K, d, H] of the blocks, of those of all entries [B, S, H]."""
@@ -83,12 +80,10 @@ def draw_anchors(
 
     Args:
         documents: [B, T] document of each token, -1 for padding; a document is contiguous.
-        count: K.
-        draft_length: d.
+        count, draft_length: K and d.
         generator: of the random numbers; None is the default generator.
-        loss_mask: [B, T] bool, the tokens that the target would write itself, such as the assistant's. The first
-            drafted token, n + 2, has to be one of them; the draft may run past their end, as drafts of a reply's
-            last tokens do. None allows all.
+        loss_mask: [B, T] bool, the tokens that the target would write itself. The first drafted token, n + 2, has to be
+            one of them; the draft may run past their end. None allows all.
 
     Returns:
         [B, K] int64 in ascending order; -1 at the end of rows that have fewer than K possible anchors.
@@ -127,9 +122,7 @@ def build_blocks(
     block.
 
     Args:
-        documents: [B, T] document of each token, -1 for padding.
-        anchors: [B, K] of `draw_anchors`.
-        draft_length: d.
+        documents, anchors, draft_length: of `draw_anchors`, and the anchors [B, K] that it gave.
         bidirectional: the slots of a block attend to each other in both directions.
         window: how many positions back real positions are attended to, one's own included; None for all.
         shifted: the anchor's real position drafts the first token; without, a block has d slots and drafts with these.

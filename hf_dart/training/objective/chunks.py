@@ -12,15 +12,13 @@ from torch import Tensor
 def chunked(block_losses: Callable[..., Tensor], hidden: Tensor, *goals: Tensor, chunk_size: int) -> Tensor:
     """Return the sum of `block_losses(hidden, *goals)` over blocks, `chunk_size` blocks at a time.
 
-    Each chunk's gradient is taken at once, while its logits [chunk, d, V] are at hand: memory over V is
-    bounded by one chunk, and nothing is computed twice (the idea of Liger's fused linear cross-entropy).
-    Gradients reach `hidden` only: weights used inside `block_losses`, such as the shared LM head, have to be
-    frozen.
+    Each chunk's gradient is taken at once, while its logits [chunk, d, V] are at hand: memory over V is bounded by one
+    chunk, and nothing is computed twice (the idea of Liger's fused linear cross-entropy). Gradients reach `hidden`
+    only: weights used inside `block_losses`, such as the shared LM head, have to be frozen.
 
     Args:
         block_losses: hidden [n, d, H] and goals [n, ...] to losses [n].
-        hidden: [N, d, H].
-        goals: [N, ...] each, whatever `block_losses` needs besides the hidden states.
+        hidden, goals: [N, d, H], and [N, ...] each.
         chunk_size: blocks per chunk; 0 takes all in one ordinary pass, which also reaches weights.
     """
     if chunk_size <= 0:

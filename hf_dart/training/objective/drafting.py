@@ -25,11 +25,9 @@ def head_states(
     """Return the states [B, K, d, H] of the blocks of a batch, as `DartHead.propose` would give them there.
 
     Args:
-        head: the head that drafts.
-        model: the head, or what `accelerate` has made of it.
+        head, model: the head that drafts, and the same or what `accelerate` has made of it.
         inputs: `documents` [B, T] and `anchors` [B, K].
-        features: [B, T, F] of the target.
-        embeddings: [B, T - 1, E] of the tokens after each position.
+        features, embeddings: [B, T, F] of the target, and [B, T - 1, E] of the tokens after each position.
     """
     blocks = head_blocks(head, inputs)
     states = model(

@@ -58,7 +58,7 @@ class Objective:
         for name in ("lk_eta", "token_weight", "focal_weight", "chain_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of 0 or more.")
-        if not self.token_weight and not self.focal_weight and not self.chain_weight:
+        if not (self.token_weight or self.focal_weight or self.chain_weight):
             raise ValueError("token_weight, focal_weight and chain_weight are all 0; nothing would be trained.")
 
     @property

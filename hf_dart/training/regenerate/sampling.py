@@ -12,18 +12,12 @@ from hf_dart.errors import LEAST_TEMPERATURE, check_fields, refuse_unknown
 class Sampling:
     """Options with which a target continues a text.
 
-    Args:
-        share: of the rows, relative to the others of a mixture.
-        temperature: 0 is greedy.
-        top_p, top_k, min_p: which tokens can be drawn; 1, 0 and 0 allow all.
-        repetition_penalty: 1 is none.
-
     Raises:
         ValueError: a field is out of range.
     """
 
-    share: float = 1.0
-    temperature: float = 0.0
+    share: float = 1.0  # of the rows, relative to the others of a mixture
+    temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -41,11 +35,7 @@ class Sampling:
 
     @classmethod
     def parse(cls, text: str) -> Sampling:
-        """Read "SHARE NAME=NUMBER ...", such as "0.3 temperature=0.8 top_p=0.95".
-
-        Raises:
-            ValueError: it does not read so.
-        """
+        """Read "SHARE NAME=NUMBER ...", such as "0.3 temperature=0.8 top_p=0.95"."""
         share, *words = text.split() or [""]
         try:
             pairs = dict(word.split("=") for word in words)

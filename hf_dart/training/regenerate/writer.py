@@ -20,22 +20,15 @@ from hf_dart.training.regenerate.sampling import Sampling
 class RegenerateSettings:
     """Settings of `regenerate`: how long and how random the new text is.
 
-    Args:
-        length: tokens of a piece of text, prefix included; conversations longer than that get no more replies.
-        new_tokens: the most tokens of a reply.
-        prefix: from how many to how many tokens of a piece of text are kept; drawn for every row.
-        mixture: how rows are written; which of these is drawn for every row, by their shares.
-        seed: of all that is drawn.
-
     Raises:
         ValueError: a field is out of range.
     """
 
-    length: int = 2048
-    new_tokens: int = 1024
-    prefix: tuple[int, int] = (32, 128)
-    mixture: tuple[Sampling, ...] = (Sampling(),)
-    seed: int = 0
+    length: int = 2048  # tokens of a piece of text, prefix included; longer conversations get no more replies
+    new_tokens: int = 1024  # the most of a reply
+    prefix: tuple[int, int] = (32, 128)  # the fewest and most tokens of a piece that are kept; drawn for every row
+    mixture: tuple[Sampling, ...] = (Sampling(),)  # how rows are written; drawn for every row, by their shares
+    seed: int = 0  # of all that is drawn
 
     def __post_init__(self) -> None:
         check_fields(self, least={"length": 1, "new_tokens": 1})
@@ -83,9 +76,7 @@ class Writer:
             prompt = row.content[:prefix]
             new = self._continued(prompt, settings.length - prefix, settings.mixture[way], seed)
             text = row.encoder.tokenizer.decode([*prompt, *new], skip_special_tokens=True)
-            record = {
-                "text": text, "input_ids": [*prompt, *new], "prompt_tokens": len(prompt), "new_tokens": len(new)
-            }  # fmt: skip
+            record = {"text": text, "input_ids": [*prompt, *new], "prompt_tokens": len(prompt), "new_tokens": len(new)}
         return {**record, "row": row.number, "sampling": way}
 
     def _continued(self, prompt: list[int], room: int, sampling: Sampling, seed: int) -> list[int]:

@@ -25,9 +25,7 @@ class TargetArguments:
     tokenizer: str | None = option(None, "default: the target's")
     dtype: str | None = option(None, "dtype of the target's weights; default: float32 for packaged ones, else as saved")
     device_map: str | None = option(None, "auto spreads the target over devices; default: whole on each process's own")
-    quantization: str | None = option(
-        None, 'fields of a quantization config of transformers as JSON, such as {"load_in_4bit": true}'
-    )
+    quantization: str | None = option(None, 'fields of a quantization config as JSON, such as {"load_in_4bit": true}')
     attn_implementation: str | None = option(None, "attention of the target, as for from_pretrained")
 
 
@@ -68,9 +66,7 @@ def json_object(name: str, text: str, example: str) -> dict[str, Any]:
 class HeadArguments(DrafterArguments):
     """Options of a new [`DartHead`], in addition to those of every drafter."""
 
-    block_attention: Literal["causal", "bidirectional"] | None = option(
-        None, "which mask slots of a draft attend to each other"
-    )
+    block_attention: Literal["causal", "bidirectional"] | None = option(None, "how mask slots attend to each other")
     shift_logits: bool | None = option(None, "false: every drafted token has a mask slot of its own, the first one too")
     mask_mode: Literal["learned", "peagle"] | None = option(None, "what a mask slot holds")
     mask_token_id: int | None = option(None, "with peagle; default: an unused token")
@@ -108,9 +104,7 @@ class DrafterTrainingArguments(TrainingArguments):
     resume_from_checkpoint: str | None = option(
         None, "go on from this checkpoint; alone: the newest of the run", nargs="?", const="true"
     )
-    metric_for_best_model: str | None = option(
-        None, "tau, tau_sampled, tau_decoded, loss, ...; default: tau with early stopping"
-    )
+    metric_for_best_model: str | None = option(None, "tau (default with early stopping), tau_sampled, loss, ...")
     # In transformers a word or a boolean, of which the command line would take the boolean alone.
     include_num_input_tokens_seen: str = option("non_padding", f"log how many tokens were read: {', '.join(_COUNTED)}")
     # The rows hold what the target needs, not what the drafter's forward is called with.

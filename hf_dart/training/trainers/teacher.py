@@ -89,9 +89,8 @@ class Teacher:
             Features, distributions, and what the drafter reads of each token: the embeddings [B, T, E] with those of
             images in their places where it reads as the target does, else ids [B, T].
         """
-        seen = {
-            name: value.to(self.target.dtype) if value.is_floating_point() else value for name, value in beside.items()
-        }
+        dtype = self.target.dtype
+        seen = {name: value.to(dtype) if value.is_floating_point() else value for name, value in beside.items()}
         output, logits = self._forward(ids, places, everything, {**seen, "output_hidden_states": True})
         read = merged_embeddings(self.target, output, ids) if self.drafter.reads_embeddings else None
         if read is None:  # ids of images may have no embedding

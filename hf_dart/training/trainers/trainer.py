@@ -67,15 +67,12 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     drafter_arguments: ClassVar[tuple[type, ...]] = (DrafterArguments,)
     """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
     training_arguments: ClassVar[type[DrafterTrainingArguments]] = DrafterTrainingArguments
-    """The options of this trainer."""
     takes_images: ClassVar[bool] = False
     """True if blocks read `read_tokens`, the text with the embeddings of images in their places."""
     passes: ClassVar[tuple[str, ...]] = ("",)
     """The passes whose drafts an evaluation counts, the first one without a name."""
-    evaluates = False
-    """True while a batch is evaluated."""
-    recipe: dict[str, Any] | None = None
-    """The options of `hf-dart train`, for the record of the training."""
+    evaluates = False  # True while a batch is evaluated
+    recipe: dict[str, Any] | None = None  # the options of `hf-dart train`, for the record of the training
 
     def __init__(
         self,
