@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-
-Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
@@ -40,17 +38,14 @@ class EngineConfig:
             raise ValueError(f"first_tier is {self.first_tier}; give a multiple of 8 tokens.")
 
 
-def compiled(part: Callable[..., Part], config: EngineConfig) -> Callable[..., Part]:
-    """Compile a function or method as one graph; return it as it is where nothing is to be compiled."""
+def compiled(part: Any, config: EngineConfig) -> Callable[..., Any]:
+    """Compile a method as one graph; return it as it is where nothing is to be compiled."""
     if config.backend is None:
         return part
     # Dynamo limits compilations per code object: one code object for all tiers would soon exceed the limit.
-    plain: Any = part.__func__ if isinstance(part, MethodType) else part
-    own = FunctionType(
-        plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
-    )
-    own.__kwdefaults__ = plain.__kwdefaults__
-    whole = MethodType(own, part.__self__) if isinstance(part, MethodType) else own
+    code, name = part.__func__.__code__.replace(), part.__name__
+    own = FunctionType(code, part.__func__.__globals__, name, part.__func__.__defaults__, part.__func__.__closure__)
+    whole = MethodType(own, part.__self__)
     options: dict[str, Any] = {} if config.mode is None else torch._inductor.list_mode_options(config.mode)
     if hasattr(torch.compiler, "skip_all_guards_unsafe"):  # from PyTorch 2.9 on
         # `engine.signature` says when parts are to be compiled again; guards would look at every weight in every round.

@@ -29,8 +29,7 @@ from hf_dart.models.processes import group_of
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.models.support import parts_of
 
-_KEPT = 16
-"""Tiers that an engine keeps; the one that has not been used for longest goes first."""
+_KEPT = 16  # tiers that an engine keeps; the one that has not been used for longest goes first
 
 _LOGGER = logging.getLogger(__name__)
 

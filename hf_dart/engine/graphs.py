@@ -13,8 +13,7 @@ import torch
 from hf_dart.engine.compiling import EngineConfig
 from hf_dart.engine.memory import Memory
 
-_WARM_UPS = 3
-"""Calls before the capture: what is compiled, tuned or allocated on first use is so by then."""
+_WARM_UPS = 3  # calls before the capture: what is compiled, tuned or allocated on first use is so by then
 _capturing = Lock()
 
 
@@ -26,17 +25,11 @@ class Pool(NamedTuple):
 
 
 class Capture(NamedTuple):
-    """Settings and memory with which rounds are captured.
-
-    Attributes:
-        config: by which they are compiled.
-        pool: of graphs.
-        memory: for keys and values.
-    """
+    """Settings and memory with which rounds are captured."""
 
     config: EngineConfig
-    pool: Pool | None
-    memory: Memory
+    pool: Pool | None  # of graphs
+    memory: Memory  # for keys and values
 
 
 def launched(
@@ -49,12 +42,11 @@ def launched(
     the function on what is there, so that has to be something that may be overwritten. The host does not wait.
 
     Args:
-        step: the function. It reads nothing back to the host.
+        step: the function.
         pool: of `memory_pool`, None where there are no graphs; its graphs never run at the same time, and nothing that
             one leaves there is read by another.
-        run_uncompiled: the same function, of which nothing is compiled. It is tried first, so that what cannot be
-            captured is told before a capture is begun, which would leave PyTorch's generators and its allocator in the
-            middle of one.
+        run_uncompiled: the same function, of which nothing is compiled. It is tried first: a capture that fails would
+            leave PyTorch's generators and its allocator in the middle of one.
 
     Raises:
         RuntimeError: it asks the host for something.

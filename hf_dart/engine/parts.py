@@ -21,11 +21,7 @@ Run = Callable[..., "tuple[Tensor, Tensor]"]
 class CapturedForward:
     """The target's forward over trees of N nodes, launched on buffers that are filled in before.
 
-    Args:
-        verifier: over a cache on fixed shapes.
-        batch: B.
-        nodes: N.
-        capture: how.
+    The verifier's cache is on fixed shapes.
     """
 
     def __init__(self, verifier: Verifier, batch: int, nodes: int, capture: Capture) -> None:
@@ -61,15 +57,9 @@ class CapturedForward:
 
 
 class CapturedDraft:
-    """A drafter's pass of one depth after up to A new positions, launched on buffers that are filled in before.
+    """A drafter's pass of one depth after up to `width` new positions, launched on buffers that are filled in before.
 
-    Args:
-        drafter: one that runs on fixed shapes (`Drafter.fixed_shapes`).
-        cache: its cache on fixed shapes.
-        width: A.
-        depth: tokens of a draft.
-        like: features [..., F] such as it will be given.
-        capture: how.
+    The drafter runs on fixed shapes (`Drafter.fixed_shapes`), as its cache does, and is given features like `like`.
     """
 
     def __init__(

@@ -22,21 +22,14 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 _DEPTH = 3  # depth of the trial's tree
 _WIDE = 8  # least nodes of a forward; on a CPU, of all rows together, where more of them cost time
-# Trees that may differ before a target is refused: rounding may send a token to another expert.
-_TRIES = 3
+_TRIES = 3  # trees that may differ before a target is refused: rounding may send a token to another expert
 
 
 class Tier:
     """Buffers and graphs on which a call's rounds run in place of its own caches, made for calls like `session`'s.
 
     Rounds are those of every call: the session's forward of the target, its cache and, of drafters that run on fixed
-    shapes, the draft are replaced while it runs here (`taken_by`).
-
-    Args:
-        session: prefilled.
-        slots: T.
-        nodes: most nodes of a tree.
-        capture: how.
+    shapes, the draft are replaced while it runs here (`taken_by`), in T slots of text and trees of at most N nodes.
 
     Attributes:
         forwards: captured forwards, by nodes of the trees.
@@ -50,7 +43,7 @@ class Tier:
         self._least = max(2, _WIDE // batch) if request.model.device.type == "cpu" else _WIDE
         # What a round accepts, unless copied text goes on beyond the draft.
         self._most = _filled_up(min(session.grower.depth + 1, nodes), least=1)
-        self._session: Session | None = None
+        self._session: Any = None  # the one that is loaded
         self._shift = session.verify.shift
         with torch.inference_mode(False), torch.no_grad():
             self._cache = session.cache.as_fixed(batch, slots, nodes, request.model.device, capture.memory.of)
@@ -105,11 +98,7 @@ class Tier:
         return Verifier(like.target, cache, like.kinds, like.feature_layers, shift=self._shift)
 
     def warm_up(self, session: Session) -> None:
-        """Make what rounds need most, so that no round that is timed waits for it.
-
-        Args:
-            session: that is loaded.
-        """
+        """Make what rounds need most, so that no round of the loaded session that is timed waits for it."""
         self._forward(1)
         if self._cache.states is not None:
             self._forward(self.nodes)  # modules with running states may not take trees of any size at once
@@ -117,11 +106,7 @@ class Tier:
             self._draft(self._draft_cache, session.grower.depth, session.seen.features)
 
     def difference(self, session: Session) -> float:
-        """Return the difference of logits to the session's own forward, relative to the largest; 0 if it is rounding.
-
-        Args:
-            session: that is loaded.
-        """
+        """Return the difference of logits to the loaded session's own, relative to the largest; 0 if it is rounding."""
         limits, error = session.limits(), 0.0
         deep = min(session.verify.depth_room()) >= _DEPTH and self.nodes >= len(TRIAL_TREE)
         parents = torch.tensor([TRIAL_TREE if deep else TRIAL_TREE[:1]] * len(limits))
@@ -145,7 +130,6 @@ class Tier:
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Compute logits [B, N, V] and features [B, N, F] of a tree, uncaptured if the launch fails."""
         session = self._session
-        assert session is not None
         try:
             forward = self._forward(tree.size)
             session.cache = forward.verifier.cache
@@ -160,14 +144,9 @@ class Tier:
         size = self._size_of(nodes)
         if size not in self.forwards:
             verifier = self._verifier(self._verify, self._cache.for_nodes())
-            self._leave_out()
+            self._session.pace.leave_out()  # making a part is no cost of a round
             self.forwards[size] = CapturedForward(verifier, len(self._cache.lengths), size, self._capture)
         return self.forwards[size]
-
-    def _leave_out(self) -> None:
-        """Keep the time that making a part takes out of the costs of rounds."""
-        if self._session is not None:
-            self._session.pace.leave_out()
 
     def _size_of(self, nodes: int) -> int:
         """Return the nodes of the forward that trees of that many nodes are run by."""
@@ -177,7 +156,6 @@ class Tier:
         self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
     ) -> Proposal | None:
         """Take in verified positions and draft, as `Drafter.propose_ranked`; uncaptured if the launch fails."""
-        assert self._session is not None
         drafter, seen = self._session.request.drafter, Verified(features, next_tokens, counts)
         if seen.next_tokens.shape[1] > self._most:
             before, seen = seen.split(self._most)
@@ -193,9 +171,8 @@ class Tier:
     def _draft(self, cache: SlotCache, depth: int, like: Tensor) -> CapturedDraft:
         """Return the draft of that depth from features such as these; made when it is first needed."""
         if depth not in self.drafts:
-            assert self._session is not None
             drafter = self._session.request.drafter
-            self._leave_out()
+            self._session.pace.leave_out()
             self.drafts[depth] = CapturedDraft(drafter, cache, self._most, depth, like, self._capture)
         return self.drafts[depth]
 

@@ -1,10 +1,9 @@
 """Attention of targets: by what the user chose, and to trees by what takes a tree's mask.
 
 FlashAttention, and most kernels of the Hub, know causal and windowed attention alone, and FlexAttention wants masks of
-another kind. Trees are verified by SDPA there, over the same weights and the same cache, and what stock would run too
-(the prompt, a step without a draft) by the user's kernel. Targets look functions up in transformers' registry, by the
-name in their config, in every call: once a tree was verified, a function stands there that looks which thread asks, and
-calls the user's kernel for all but those that verify a tree. Configs stay as they are.
+another kind. Trees are verified by SDPA there, and what stock would run too (the prompt, a step without a draft) by the
+user's kernel. Targets look functions up in transformers' registry, by the name in their config, in every call: once a
+tree was verified, a function stands there that calls the user's kernel for all threads but those that verify a tree.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ def attention_of(target: PreTrainedModel) -> str:
 class TreeAttention:
     """The attention that verifies the trees of a target: eager and SDPA themselves, SDPA in the place of others.
 
-    Targets whose class has no SDPA (attention sinks, soft caps) take eager attention.
-
-    Args:
-        target: the causal LM.
+    Targets of which a class that the text goes through has no SDPA (attention sinks, soft caps) take eager attention.
 
     Attributes:
         own: that of the target.
@@ -46,7 +42,9 @@ class TreeAttention:
     def __init__(self, target: PreTrainedModel) -> None:
         self.own = self.name = attention_of(target)
         if self.own not in ("eager", "sdpa"):
-            self.name = "sdpa" if _has_sdpa(target) else "eager"
+            text = target.config.get_text_config(decoder=True)
+            models = [part for part in parts_of(target) if isinstance(part, PreTrainedModel) and part.config is text]
+            self.name = "sdpa" if all(model._supports_sdpa for model in models or [target]) else "eager"
 
     @property
     def differs(self) -> bool:
@@ -56,13 +54,6 @@ class TreeAttention:
     def packed(self) -> AbstractContextManager[None]:
         """Return a context in which targets of this thread attend as for trees, by `packed_attention` for SDPA."""
         return nullcontext() if self.name == self.own == "eager" else _in_place_of(self.own, self.name)
-
-
-def _has_sdpa(target: PreTrainedModel) -> bool:
-    """Return True if all classes that the text goes through declare support for SDPA."""
-    text = target.config.get_text_config(decoder=True)
-    models = [part for part in parts_of(target) if isinstance(part, PreTrainedModel) and part.config is text]
-    return all(model._supports_sdpa for model in models or [target])
 
 
 def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -208,13 +199,7 @@ def _asked() -> tuple[str, str]:
 
 
 class _HereOrOwn:
-    """A function in the place of a kernel's: another one in threads that verify trees, the kernel's in all others.
-
-    Args:
-        name: of the kernel.
-        own: its function.
-        others: functions by the names that trees are attended to by.
-    """
+    """A function in the place of a kernel's `own`: one of `others` in threads that verify trees, else the kernel's."""
 
     def __init__(self, name: str, own: Callable[..., Any], others: Mapping[str, Callable[..., Any]]) -> None:
         self.own = own

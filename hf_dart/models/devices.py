@@ -116,11 +116,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> Any:
-    """Return the dtype that a name stands for: "bfloat16" is torch's, "auto" and None stay, as for `from_pretrained`.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """Return the dtype that a name such as "bfloat16" stands for; "auto" and None stay, as in `from_pretrained`."""
     if dtype in (None, "auto") or isinstance(dtype, torch.dtype):
         return dtype
     found = getattr(torch, str(dtype).removeprefix("torch."), None)

@@ -1,7 +1,6 @@
 """Features: the target's hidden states at chosen layers, concatenated.
 
-Layers are indices of HF `hidden_states` everywhere in this project: 0 is the embedding output, L the output of
-the last of L layers, after the final norm.
+Layers are indices of HF `hidden_states`: 0 is the embedding output, L that of the last of L layers, after the norm.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ def default_feature_layers(num_layers: int) -> list[int]:
 
 
 def states_at(states: Tensor, axis: int, nodes: Tensor) -> Tensor:
-    """Hidden states [..., B, 1, H] of node `nodes[b]` [B] of each row, of [..., B, N, H].
-
-    Args:
-        axis: that of the rows (`row_axis`).
-    """
+    """Hidden states [..., B, 1, H] of node `nodes[b]` [B] of each row, of [..., B, N, H] with rows at an axis."""
     rows = torch.arange(len(nodes), device=states.device)
     there = states.movedim((axis, axis + 1), (0, 1))[rows, nodes.to(states.device)]
     return there.unsqueeze(1).movedim((0, 1), (axis, axis + 1))

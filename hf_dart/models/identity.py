@@ -58,11 +58,9 @@ def as_before(model: nn.Module) -> Iterator[None]:
     """Put back the buffers and attributes of all modules that the block has replaced, added or written into.
 
     Rotary frequencies, for one, may follow the longest text that a model was ever run on. Buffers that are saved with
-    the weights (quantised weights among them) are no matter of a forward; they are put back where they were replaced,
-    and not copied. Forwards of instances stay: other threads put them in place, and take them away themselves.
-
-    A block in which weights were replaced leaves all as it is: the first forward of a model may unpack its weights
-    (compressed-tensors does), and is not to be undone by half.
+    the weights are put back where they were replaced, and not copied. Forwards of instances stay: other threads put
+    them in place, and take them away. A block in which weights were replaced leaves all as it is: the first forward of
+    a model may unpack its weights (compressed-tensors does), and is not to be undone by half.
     """
     parts = list(model.modules())
     held = [(members, dict(members)) for part in parts for members in (vars(part), part._buffers)]

@@ -23,21 +23,16 @@ from hf_dart.models.support import parts_of
 
 logger = logging.get_logger(__name__)
 
-_LEAST = 128 * 2**20
-"""Bytes of weights that are worth it: fewer may stay in a processor's cache, where plain ones are as fast."""
-_ROWS = 16
-"""Rows that oneDNN lays the blocks out for."""
+_LEAST = 128 * 2**20  # bytes that are worth it: fewer may stay in a processor's cache, where plain ones are as fast
+_ROWS = 16  # rows that oneDNN lays the blocks out for
 
 _known: WeakKeyDictionary[PreTrainedModel, PackedWeights] = WeakKeyDictionary()
 
 
 class PackedWeights(TorchFunctionMode):
-    """Context in which this thread's products with some weights read packed copies of them.
+    """Context in which this thread's products with some weights [out, in] read packed copies of them.
 
     A weight that was written to or moved since it was packed is read as it is.
-
-    Args:
-        weights: [out, in] float32 each, on the CPU.
     """
 
     def __init__(self, weights: list[Tensor]) -> None:
@@ -113,18 +108,9 @@ def packable(target: PreTrainedModel) -> list[Tensor]:
     if not possible or not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return []
     linear = (part.weight for part in parts_of(target) if isinstance(part, nn.Linear))
-    found = {id(weight): weight for weight in linear if _can_be_packed(weight)}
-    return list(found.values())
-
-
-def _can_be_packed(weight: Tensor) -> bool:
-    return (
-        type(weight) is nn.Parameter
-        and weight.dtype == torch.float32
-        and weight.device.type == "cpu"
-        and not weight.is_inference()
-        and min(weight.shape) > _ROWS  # LoRA's are not worth it
-    )
+    plain = (one for one in linear if type(one) is nn.Parameter and one.dtype == torch.float32 and one.is_cpu)
+    # LoRA's are not worth it.
+    return list({id(one): one for one in plain if not one.is_inference() and min(one.shape) > _ROWS}.values())
 
 
 def _state(weights: list[Tensor]) -> list[tuple[int, int]]:

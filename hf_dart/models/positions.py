@@ -10,9 +10,7 @@ from transformers import PreTrainedModel
 def moving_rotary(target: PreTrainedModel) -> tuple[int, bool] | None:
     """Return the length beyond which a target chooses other rotary frequencies, by the largest position of a forward.
 
-    Returns:
-        That length, and whether they go on changing with every position ("dynamic"), instead of once ("longrope");
-        None for frequencies that stay.
+    And whether they go on changing with every position ("dynamic"), instead of once ("longrope"); None if they stay.
     """
     text = target.config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None) or {}

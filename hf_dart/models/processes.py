@@ -1,7 +1,7 @@
 """Several processes that hold a target together, as with tensor parallelism.
 
 Each of them runs the whole loop and the whole drafter, and waits for the others in every forward of the target: all
-have to verify the same trees. What is drafted may therefore depend on what all of them know alike, and on no clock.
+have to verify the same trees, so that drafts may depend on what all of them know alike, and on no clock.
 """
 
 from __future__ import annotations

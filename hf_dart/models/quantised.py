@@ -22,7 +22,6 @@ from hf_dart.models.support import parts_of
 from hf_dart.models.tolerance import allowance, difference
 
 _ROWS = 33  # some kernels change above 32 rows
-_SHAPE = ("in_features", "out_features")
 
 
 def rounding_of(model: PreTrainedModel) -> torch.dtype:
@@ -75,14 +74,10 @@ def _quantised(model: nn.Module) -> Iterator[nn.Module]:
         changed = forward is not None or part._forward_pre_hooks or part._forward_hooks
         if (plain and not changed) or not isinstance(getattr(part, "in_features", None), int) or part._modules:
             continue
-        told = {name: value for name, value in vars(part).items() if name not in _SHAPE}
+        told = [(name, value) for name, value in vars(part).items() if name not in ("in_features", "out_features")]
         simple = (str, int, float, tuple, list, torch.dtype)
-        settings = (
-            f"{name}={value}"
-            for name, value in told.items()
-            if isinstance(value, simple) or hasattr(value, "model_fields_set")
-        )
-        kind = (type(part), type(weight), *settings)
+        told = [one for one in told if isinstance(one[1], simple) or hasattr(one[1], "model_fields_set")]
+        kind = (type(part), type(weight), str(told))
         if kind not in seen:
             seen.add(kind)
             yield part

@@ -17,19 +17,8 @@ from hf_dart.models.devices import users_default
 # Arguments for text and for running it: those that stock passes the target with every token and drafts are verified
 # with too, or need not be, such as `cache_position` for a model's own code; and those that it drops after the prompt.
 _STEP = {
-    "attention_mask",
-    "cache",
-    "cache_params",
-    "cache_position",
-    "input_ids",
-    "inputs_embeds",
-    "labels",
-    "logits_to_keep",
-    "output_hidden_states",
-    "past_key_values",
-    "position_ids",
-    "return_dict",
-    "use_cache",
+    *("attention_mask", "cache", "cache_params", "cache_position", "input_ids", "inputs_embeds", "labels"),
+    *("logits_to_keep", "output_hidden_states", "past_key_values", "position_ids", "return_dict", "use_cache"),
 }
 # With these, processors of multimodal models mark the tokens of images; all are 0 in plain text.
 _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
@@ -64,9 +53,7 @@ def next_inputs(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the inputs that stock's loop gives the forward for the last of `ids` [B, T], and its later arguments.
 
-    Args:
-        outputs: of the forward over all tokens before.
-        model_kwargs: those that went into that forward; they are not changed.
+    `outputs` are those of the forward over all tokens before, into which `model_kwargs` went; these are not changed.
     """
     # By the name that stock uses: some families need it.
     model_kwargs = target._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False)
@@ -79,14 +66,7 @@ def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: l
 
     Where it tells several kinds of positions (of text, time, height and width), [K, B], of each kind. They lie below
     after an image, which takes up more tokens than positions. A target that is told none counts slots, so that padding
-    counts too.
-
-    Args:
-        position_ids: [B or 1, 1] or [K, B or 1, 1] of a token after `total` slots; None if stock hands on none.
-        pads: left padding of each row.
-
-    Raises:
-        ValueError: positions of another shape.
+    counts too. `position_ids` [B or 1, 1] or [K, B or 1, 1] are those of a token after `total` slots.
     """
     if not takes_positions(target):
         return None
@@ -117,16 +97,9 @@ def extra_inputs(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str
 
 
 class StockSteps:
-    """Stock's greedy loop over known tokens.
+    """Stock's greedy loop over known tokens, after left-padded prompts `ids` [B, T].
 
-    Args:
-        target: the causal LM.
-        ids: [B, T] left-padded prompts.
-        pads: left padding of each row.
-        cache: an empty cache, or one that holds the prompt.
-
-    Attributes:
-        shift: `position_shift` of the last step.
+    The cache is empty, or holds the prompts. `shift` is the `position_shift` of the last step.
     """
 
     def __init__(self, target: PreTrainedModel, ids: Tensor, pads: list[int], cache: Any) -> None:

@@ -9,16 +9,10 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.stock_layers import (
-    SIMPLE_LAYERS,
-    DummyLayer,
-    LinearAttentionLayer,
-    attention_layers,
-    held_by,
-    keeps_entries,
-)
+from hf_dart.cache import stock_layers
+from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_entries
 
-_LAYERS = (*SIMPLE_LAYERS, DummyLayer, LinearAttentionLayer)
+_LAYERS = (*stock_layers.SIMPLE_LAYERS, stock_layers.DummyLayer, stock_layers.LinearAttentionLayer)
 # Kinds of decoders that are too rare to be worth their code, and why they take no tree.
 _FAMILIES = {"recurrent_gemma": "keeps running states in its modules, from which rejected drafts cannot be taken back"}
 # Dropout rates of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
@@ -26,12 +20,7 @@ _OTHER_HEADS = ("classifier", "summary")
 
 
 def refuse_target(model: PreTrainedModel) -> None:
-    """Raise for targets that no draft serves, tree or chain.
-
-    Raises:
-        ValueError: models with a `generate` of their own, encoder-decoder models, families that are named here, active
-            dropout, gradient checkpointing in train mode, aLoRA adapters.
-    """
+    """Raise for targets that no draft serves, tree or chain."""
     if not isinstance(model, GenerationMixin):
         raise ValueError(
             f"{type(model).__name__} does not generate a token at a time as transformers' GenerationMixin does, which "
@@ -88,11 +77,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def refuse_cache(cache: Any) -> Cache:
-    """Return the cache if it is one whose rounds can be undone, raise otherwise.
-
-    Raises:
-        ValueError: quantised, offloaded or encoder-decoder caches; layers of a model's own.
-    """
+    """Return the cache if it is one whose rounds can be undone, raise otherwise."""
     offloading = getattr(cache, "offloading", False)
     if type(cache) not in (DynamicCache, StaticCache) or offloading:
         raise ValueError(

@@ -17,9 +17,7 @@ from hf_dart.trees.vocabulary import hash_of_ids
 def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
     """SHA-256 (16 hex digits) of a tokenizer's token-to-id map, added tokens included.
 
-    Two tokenizers with one hash give every id the same text, which is all that a drafter needs; padding rows
-    of the embedding table are not counted. With `rows`, tokens that a table of so many rows has no embeddings of, such
-    as a padding token that was added for training, are not counted either.
+    With `rows`, tokens beyond an embedding table of so many rows, such as an added padding token, are left out.
     """
     return hash_of_ids(tokenizer.get_vocab(), rows)
 
@@ -40,14 +38,9 @@ def tokenizer_beside(target: PreTrainedModel) -> Tokenizer | None:
     if not name:
         return None
     try:
-        path = cached_file(
-            name,
-            "tokenizer.json",
-            local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
+        reasons = ("missing_entries", "connection_errors", "gated_repo")
+        silent = {f"_raise_exceptions_for_{reason}": False for reason in reasons}
+        path = cached_file(name, "tokenizer.json", local_files_only=True, **silent)
     except (HFValidationError, OSError):  # the path of a deleted folder is no valid repository id
         return None
     if path is None:

@@ -30,11 +30,9 @@ def coarsest(*found: Tensor | torch.dtype) -> torch.dtype:
 
 
 def allowance(dtype: torch.dtype, noise: float = 0.0) -> float:
-    """Return the difference, as a share of the largest number, up to which two results are the same.
+    """Return the difference, as a share of the largest number, up to which two results in a dtype are the same.
 
-    Args:
-        dtype: in which both are computed.
-        noise: a `difference` of two results that are known to be the same.
+    `noise` is a `difference` of two results that are known to be the same.
     """
     return max(_ROUNDINGS * torch.finfo(dtype).eps, _LEAST) + _NOISE * noise
 

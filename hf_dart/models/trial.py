@@ -1,14 +1,10 @@
 """The trial of a target: a random tree through the target, held against stock's own steps over its paths.
 
-A rule that depends on length shows only beyond that length: a window hides nothing from a short text. So the
-tree is run on 12 tokens and again on both sides of every length that the cache's layers or the config name
-(`_Trial.marks`). Those long texts are never computed: the target's own keys and values are repeated until the cache
-is that long, which costs what a few decoding steps on it cost, whatever the window. Ours and stock's steps
-start from copies of the same cache, so the comparison is as sharp as on a real text; and because one entry
-among thousands would drown in rounding, the entries at the edge of each window are enlarged.
-
-One row, a batch and a padded batch are three facts: each is shown when it is first needed, by the first call of its
-kind.
+A rule that depends on length shows only beyond that length: a window hides nothing from a short text. So the tree is
+run on 12 tokens and again on both sides of every length that the cache's layers or the config name (`_Trial.marks`).
+Long texts are never computed: the target's own keys and values are repeated until the cache is that long. Ours and
+stock's steps start from copies of one cache; as one entry among thousands would drown in rounding, the entries at the
+edge of each window are enlarged. One row, a batch and a padded batch are tried by the first call of their kind.
 """
 
 from __future__ import annotations
@@ -30,13 +26,7 @@ from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, take_states, window_of
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention
-from hf_dart.models.devices import (
-    device_of,
-    generator_state,
-    host_by_default,
-    matmul_precision,
-    set_generator_state,
-)
+from hf_dart.models.devices import device_of, generator_state, host_by_default, matmul_precision, set_generator_state
 from hf_dart.models.identity import as_before, identity
 from hf_dart.models.packed_weights import pack, packed_weights
 from hf_dart.models.positions import position_limit
@@ -58,13 +48,9 @@ _PATHS = [[0, 2, 4, 5], [0, 2, 3]]
 _BEFORE, _AFTER = -3, 5
 _EQUAL = 8  # rows whose logits tell how a batch rounds
 _LONG = 2.0  # seconds that a trial may take in silence
-# Larger windows are tried only by a call that needs as much memory itself.
-_AT_ATTACH = 8191
-# Entries at the edge of a window are scaled up by at most this factor.
-_LOUDEST = 64.0
-
-# Texts that may differ before a target is refused: rounding may send a token to another expert.
-_TRIES = 3
+_AT_ATTACH = 8191  # larger windows are tried only by a call that needs as much memory itself
+_LOUDEST = 64.0  # factor by which entries at the edge of a window are scaled up at most
+_TRIES = 3  # texts that may differ before a target is refused: rounding may send a token to another expert
 
 # Left padding of the rows of a trial: one row, a batch, a padded batch; how each is called, and what to do instead.
 _ONE, _UNPADDED, _PADDED = (0,), (0, 0), (0, 3)
@@ -161,7 +147,7 @@ def check_verification(
         longest = max(table, text or 0) - len(TRIAL_TREE)
         near = [mark for mark in trial.marks if mark <= slots and further]
         marked = {min(mark + shift, longest) for mark in near for shift in (_BEFORE, _AFTER)}
-        lengths = sorted({_PROMPT} | {length for length in marked if length > _PADDED[1]})
+        lengths = sorted({_PROMPT, *(length for length in marked if length > _PADDED[1])})
         seconds = (perf_counter() - started) * len(lengths) * 4  # up to seven forwards each, of fewer tokens
         if seconds > _LONG:
             _LOGGER.warning(
@@ -180,16 +166,9 @@ def check_verification(
 
 
 class _Trial:
-    """Trees against stock's steps after prefixes of any length.
+    """Trees against stock's steps after prefixes of any length; `short` is a stock cache of 12 random tokens per row.
 
-    Args:
-        pads: left padding of each row.
-
-    Attributes:
-        short: a stock cache that holds 12 random tokens per row.
-        marks: lengths beyond which the target may compute otherwise: windows, chunks, steps of attention scales.
-            Those of the cache's layers and all that the config names, as some models slide without telling the
-            cache.
+    `pads` are the left padding of each row.
     """
 
     def __init__(self, model: PreTrainedModel, pads: tuple[int, ...]) -> None:
@@ -226,6 +205,10 @@ class _Trial:
 
     @cached_property
     def marks(self) -> set[int]:
+        """Lengths beyond which the target may compute otherwise: windows, chunks, steps of attention scales.
+
+        All that the config names count: some models slide without telling the cache.
+        """
         text = self._model.config.get_text_config(decoder=True).to_dict()
         named = [
             value
@@ -237,11 +220,7 @@ class _Trial:
         return {int(value) for value in numbers if value > 0}
 
     def run(self, length: int, deepest: int) -> None:
-        """Raise if trees after `length` tokens are not what stock's steps are in any of some texts.
-
-        Args:
-            deepest: nodes of a path that are committed.
-        """
+        """Raise if trees after `length` tokens, of which `deepest` nodes are committed, are not stock's steps."""
         paths = [path[:deepest] for path in _PATHS[: len(self._pads)]]
         allowed = allowance(self._dtype)
         for tokens in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
@@ -261,8 +240,7 @@ class _Trial:
     def _tree_against_steps(self, length: int, tokens: Tensor, committed: list[list[int]]) -> float:
         """Return the largest difference of a logit between trees and stock's steps, of the path that each row commits.
 
-        Args:
-            tokens: [B, 7], of which 6 are nodes, one comes after.
+        Of `tokens` [B, 7] 6 are nodes, one comes after.
         """
         paths = [[*path, len(TRIAL_TREE)] for path in committed]
         rows, texts = range(len(paths)), [path + path[-1:] * (len(paths[0]) - len(path)) for path in paths]
@@ -370,14 +348,7 @@ def refuse_extra_inputs(
 
     PaliGemma's processor marks the tokens of the prompt, and stock goes on marking those that it generates, which
     nothing looks at; of Qwen2.5-Omni stock keeps the mask of a sound that the prefill has read. GPT-2 has embeddings of
-    such marks, and Mllama attends by them to images.
-
-    Args:
-        target: the causal LM.
-        cache: after the prefill; it is left as it was.
-        kinds: `mask_kinds` of it.
-        shift: [..., B] of `position_shift`.
-        extra: those inputs of stock's step after the prompt that are not text (`stock_steps.extra_inputs`).
+    such marks, and Mllama attends by them to images. The prefilled cache is left as it was.
     """
     if not extra:
         return

@@ -34,17 +34,11 @@ _TAKES_INDICES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 @dataclass(frozen=True)
 class MaskKind:
-    """One kind of attention layer.
+    """One kind of attention layer."""
 
-    Attributes:
-        name: its key in the model's mask dict.
-        window: how many positions a query attends to, its own included; or the size of chunks.
-        layer: one layer of that kind.
-    """
-
-    name: str
-    window: int | None
-    layer: int
+    name: str  # its key in the model's mask dict
+    window: int | None  # positions that a query attends to, its own included; or the size of chunks
+    layer: int  # one of that kind
 
     def horizon(self, positions: Tensor) -> Tensor | None:
         """Return the last position to which queries at `positions` no longer attend; None if they attend to all."""
@@ -160,8 +154,7 @@ class Verifier:
     def run(self, tree: DraftTree, roots: Tensor, masked: bool = True) -> tuple[Tensor, Tensor]:
         """Run a tree for which the cache has room through the target, its roots standing at `roots` [B].
 
-        Args:
-            masked: False where the trees are roots alone, which attend to what stock's steps would.
+        Trees that are not `masked` are roots alone, which attend to what stock's steps would.
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
@@ -191,13 +184,9 @@ class Verifier:
         if isinstance(self.cache.cache, StatefulCache):
             self.cache.cache.states.begin(tree)
         with users_default():
+            inputs[self._cache_name] = self.cache.cache
             outputs = self.target(
-                input_ids=tree.tokens,
-                attention_mask=masks,
-                **{self._cache_name: self.cache.cache},
-                use_cache=True,
-                return_dict=True,
-                **inputs,
+                input_ids=tree.tokens, attention_mask=masks, use_cache=True, return_dict=True, **inputs
             )
         if keep:
             self.hidden_states = outputs.hidden_states
@@ -226,8 +215,7 @@ class Verifier:
 def layer_windows(target: PreTrainedModel, prefilled: Cache) -> list[int | None]:
     """Return the number of positions that each attention layer of a prefilled cache attends to; None for all.
 
-    It is what stock's own cache says: one that a user made without a config knows of no windows, while the model's
-    masks do.
+    Stock's own cache says it: one that a user made without a config knows of no windows, while the model's masks do.
     """
     stocks = DynamicCache(config=target.config.get_text_config(decoder=True)).layers
     return [
@@ -263,12 +251,9 @@ def features_request(layers: list[int]) -> dict[str, Any]:
 
 
 def row_axis(states: Tensor, rows: int, positions: int) -> int:
-    """Return the axis of the rows in hidden states [..., B, N, H]; that of positions comes next.
+    """Return the axis of the rows in hidden states [..., B, N, H], or raise; that of positions comes next.
 
     Several streams of hidden states come before them (AltUp, arXiv 2301.13310: Gemma 3n).
-
-    Raises:
-        ValueError: these are not rows and positions.
     """
     axis = states.ndim - 3
     if states.shape[axis : axis + 2] == (rows, positions):
@@ -283,9 +268,6 @@ def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
     """Return the hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
 
     A model that keeps several streams of hidden states gives their mean.
-
-    Raises:
-        ValueError: the model's hidden states are shaped otherwise.
     """
     if not layers:
         return torch.zeros((*like.shape, 0), device=like.device)

@@ -1,7 +1,4 @@
-"""Chains: one draft per row, a token for each depth, and what candidates score after its tokens.
-
-Nothing here can change the output: an edited draft is verified like any other.
-"""
+"""Chains: one draft per row, a token for each depth, and what candidates score after its tokens."""
 
 from __future__ import annotations
 
@@ -12,17 +9,13 @@ from torch import Tensor
 
 
 def after_draft(draft: Tensor, scores: Tensor, candidates: Tensor, steps: Tensor) -> Tensor:
-    """Put scores of candidates after a draft's own tokens in the place of others; the rest of `steps` stays.
+    """Put scores of candidates after a draft's own tokens [B, d] in the place of others: [B, d, W, W].
 
     Args:
-        draft: [B, d] its tokens.
+        draft: the tokens.
         scores: [B, d, K] log-scores of candidates, each after the draft's tokens before it.
-        candidates: [B, d, W] those candidates, and perhaps more after them: copied tokens.
-        steps: [B, d, W, W] scores of candidates after each candidate of the depth before; [B, d, 1, W] where they do
-            not depend on it.
-
-    Returns:
-        [B, d, W, W]
+        candidates: [B, d, W] those candidates, and perhaps copied tokens after them.
+        steps: [B, d, W or 1, W] scores of candidates after each candidate of the depth before, or after any.
     """
     more = candidates.shape[-1] - scores.shape[-1]
     scores = torch.nn.functional.pad(scores, (0, more), value=-inf)
@@ -32,12 +25,9 @@ def after_draft(draft: Tensor, scores: Tensor, candidates: Tensor, steps: Tensor
 
 
 def best_chain(candidates: Tensor, steps: Tensor) -> Tensor:
-    """Return the tokens [B, d] of the path that takes the best step at every depth.
+    """Return the tokens [B, d], of candidates [B, d, K], of the path that takes the best step at every depth.
 
-    Args:
-        candidates: [B, d, K] token ids.
-        steps: [B, d, J, K] scores of candidate k after candidate j of the depth before; J is 1 where they do not
-            depend on it.
+    `steps` [B, d, J, K] are scores of candidate k after candidate j of the depth before; J is 1 where j does not count.
     """
     columns = steps[:, 0, 0].argmax(-1)  # [B]
     path = [columns]

@@ -10,15 +10,8 @@ from typing import Any, Self
 import numpy as np
 
 from hf_dart.errors import check_types, refuse_unknown
-from hf_dart.trees.costs import (
-    ANY_TREE,
-    DRAFT_COST,
-    LEVEL_COST,
-    NODE_COST,
-    RoundCost,
-    checked_points,
-    interpolated,
-)
+from hf_dart.trees import costs
+from hf_dart.trees.costs import RoundCost, checked_points, interpolated
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 MAX_NODES = 1024
@@ -135,7 +128,7 @@ class TreeConfig:
         """Return settings for a target whose trees are computed level by level, or (not `computed` so) any other."""
         if not computed:
             return replace(self, level_cost=0.0)
-        return replace(self, level_cost=LEVEL_COST if self.level_cost is None else self.level_cost)
+        return replace(self, level_cost=costs.LEVEL_COST if self.level_cost is None else self.level_cost)
 
     def round_cost(
         self, batch_size: int, device_type: str, drafted: bool = True, most: int | None = None
@@ -143,33 +136,23 @@ class TreeConfig:
         """Cost of rounds of a batch, from the fields of this config and the estimates of `hf_dart.trees.costs`.
 
         An accelerator of unknown costs is taken to verify many nodes in the time of one. Nodes cost nothing, either,
-        where `nodes` asks for so many anyway.
-
-        Args:
-            batch_size: rows.
-            device_type: of the target.
-            drafted: with a draft.
-            most: nodes per row up to which costs are computed; None is `resolve_nodes`.
+        where `nodes` asks for so many anyway. Costs are of up to `most` nodes per row; None is `resolve_nodes`.
         """
         sizes = np.arange(1, (most or self.resolve_nodes(batch_size, device_type)) + 1)
-        once = DRAFT_COST if self.draft_cost is None else self.draft_cost
+        once = costs.DRAFT_COST if self.draft_cost is None else self.draft_cost
         if self.nodes is None and self.verify_costs:
             forward = interpolated(self.verify_costs, batch_size * sizes)
             verify = forward / interpolated(self.verify_costs, batch_size)
         elif self.nodes is None and device_type == "cpu":
-            node = NODE_COST if self.node_cost is None else self.node_cost
-            verify = 1 + node * batch_size * (sizes - 1) + (ANY_TREE if node else 0.0) * (sizes > 1)
+            node = costs.NODE_COST if self.node_cost is None else self.node_cost
+            verify = 1 + node * batch_size * (sizes - 1) + (costs.ANY_TREE if node else 0.0) * (sizes > 1)
         else:
             verify = np.ones(len(sizes))
         return RoundCost(once * (1 + self.refine) if drafted else 0.0, verify, self.level_cost or 0.0)
 
 
 def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of a [`TreeConfig`] that were saved with a drafter, without those that only earlier versions had.
-
-    Raises:
-        ValueError: they do not make a `TreeConfig`.
-    """
+    """Fields of a [`TreeConfig`] that were saved with a drafter, checked, without those of earlier versions alone."""
     kept = {name: value for name, value in saved.items() if name not in _RETIRED}
     known = [one.name for one in fields(TreeConfig)]
     refuse_unknown(sorted(kept), known, "tree has to hold fields of TreeConfig, which has no", ValueError)

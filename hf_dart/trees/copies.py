@@ -56,12 +56,7 @@ _MOST_SEEN = 1000.0  # copied tokens of a cell that are counted; earlier ones co
 
 @dataclass
 class CopyCounts:
-    """Counts of copied tokens that were right, from call to call.
-
-    Attributes:
-        right, seen: [cells] (`PRIOR`) copied tokens that were right, of those of which it is known; at first as if the
-            chances before anything was seen came from a few.
-    """
+    """Counts [cells] of copied tokens that were right, of those `seen`; at first as if `PRIOR` came from a few."""
 
     right: Array = field(default_factory=lambda: _WEIGHT * np.array(PRIOR))
     seen: Array = field(default_factory=lambda: np.full(len(PRIOR), _WEIGHT))
@@ -116,16 +111,9 @@ NOTHING = Copies([], [], [], [])
 
 
 def best_size(copies: Sequence[Copies], weights: Sequence[float], cost: RoundCost) -> tuple[int, float, float]:
-    """Nodes at which a round that verifies copies and nothing else brings most for its cost.
+    """Nodes below each root at which a round of copies alone brings most for its cost, 0 to N - 1; its tokens and cost.
 
-    Args:
-        copies: of each row.
-        weights: of the rows' tokens.
-        cost: of a round without a draft.
-
-    Returns:
-        The nodes of each row below its root, at most N - 1 for a tree of N, 0 for none; the expected tokens, weighted;
-        and the cost.
+    Tokens are those expected of all rows, by their weights.
     """
     most = min(max(map(len, copies)), len(cost.verify) - 1)
     expected, levels = np.zeros(most + 1), np.zeros(most + 1)
@@ -212,14 +200,9 @@ class CopyLevels:
 
 
 def with_copies(candidates: Tensor, scores: Tensor, copied: Tensor) -> tuple[Tensor, Tensor]:
-    """Make the copied tokens of each depth more candidates, but for those that are candidates already.
+    """Add copied tokens [B, d, C], -1 for none, to candidates [B, d, K] and their scores, if they are not among them.
 
-    Args:
-        candidates, scores: [B, d, K] of the drafter.
-        copied: [B, d, C] copied tokens, each once for a depth; -1 is none.
-
-    Returns:
-        Both as [B, d, K + C]. Candidates that were added score -inf; -1 is none.
+    What is added scores -inf.
     """
     known = (candidates[:, :, None] == copied[..., None]).any(-1)
     more = torch.where(known, -1, copied)
@@ -243,12 +226,10 @@ class TextIndex:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._shift = 65 - (capacity // 2).bit_length()
-        # Zeroed memory is only given by the system when it is first written.
         self.tokens = np.zeros(capacity, np.int64)
         self._prev = [np.zeros(capacity, np.int32) for _ in KEYS]
         self._head = [np.zeros(1 << (64 - self._shift), np.int32) for _ in KEYS]
-        # Python reads single numbers sooner from these.
-        views: Callable[[Any], Any] = memoryview
+        views: Callable[[Any], Any] = memoryview  # Python reads single numbers sooner from these
         self._view = views(self.tokens)
         self._chains = [(views(prev), views(head)) for prev, head in zip(self._prev, self._head, strict=True)]
         self.end = 1  # place after the last token
@@ -307,12 +288,10 @@ class TextIndex:
         return value >> self._shift
 
     def matches(self, ending: Sequence[int], depth: int) -> tuple[list[list[int]], list[int]]:
-        """Return what followed the latest occurrences of the end of a text, and the lengths of their matches.
+        """Return `depth` tokens that followed the latest occurrences of the end of a text, and the matches' lengths.
 
-        Args:
-            ending: last tokens of the text, at most `LONGEST`, the last one last.
-            depth: tokens that are to follow. From the end of this index on they are those after the match once more,
-                as in a text that has begun to loop; tokens after a 0 mean nothing.
+        From the end of this index on they are those after the match once more, as in a text that has begun to loop;
+        tokens after a 0 mean nothing. `ending` has at most `LONGEST` tokens.
         """
         places, lengths = self.find(ending)
         if not len(places):
@@ -344,17 +323,17 @@ class TextIndex:
 
 
 class Memory(Protocol):
-    """Texts of earlier calls, and how often copies from them were right."""
+    """Texts of earlier calls, `matches` in them, and the `chances` of each cell that copies from them are right.
+
+    `base` is added to each stored token, another number for each namespace.
+    """
 
     @property
-    def base(self) -> int:
-        """Number that is added to each stored token, another one for each namespace."""
+    def base(self) -> int: ...
 
-    def matches(self, ending: Sequence[int], depth: int) -> tuple[list[list[int]], list[int]]:
-        """See `TextIndex.matches`; of stored texts."""
+    def matches(self, ending: Sequence[int], depth: int) -> tuple[list[list[int]], list[int]]: ...
 
-    def chances(self) -> Sequence[float]:
-        """Return c of each cell (`PRIOR`), by what was right so far."""
+    def chances(self) -> Sequence[float]: ...
 
 
 class RowCopies:
@@ -371,21 +350,14 @@ class RowCopies:
     ) -> None:
         self._text, self._memory = text, memory
         self._base = 1 + (0 if memory is None else memory.base)
-        self._index = TextIndex(_room(len(text)))
-        self._indexed = 0
+        self._new_index()
         self._proposed, self._cells, self._asked_at = NOTHING, list[tuple[int, float]](), 0
-        if chances is None:
-            chances = PRIOR if memory is None else memory.chances()
-        self._prior = chances
+        known = PRIOR if memory is None else memory.chances()
+        self._prior = known if chances is None else chances
         self.right, self.seen = [0.0] * len(PRIOR), [0.0] * len(PRIOR)
 
     def suggest(self, depth: int, ends: Collection[int] = ()) -> Copies:
-        """Return copies after the text.
-
-        Args:
-            depth: of the deepest.
-            ends: tokens that end a text, after which nothing is copied.
-        """
+        """Return copies after the text, at most `depth` deep; none after a token of `ends`."""
         self.learn()
         self._read()
         ending = [token + self._base for token in self._text[-LONGEST:]]
@@ -398,10 +370,14 @@ class RowCopies:
         self._proposed = self._grown(rows, lengths, sources, depth, {end + self._base for end in ends})
         return self._proposed
 
+    def _new_index(self) -> None:
+        """Begin an index with room for the text to grow."""
+        self._index, self._indexed = TextIndex(max(1024, 2 * (len(self._text) + LONGEST))), 0
+
     def _read(self) -> None:
         """Take in what the text has more since."""
         if len(self._text) + LONGEST >= self._index.capacity:
-            self._index, self._indexed = TextIndex(_room(len(self._text))), 0
+            self._new_index()
         if self._indexed < len(self._text):
             self._index.add(np.array(self._text[self._indexed :], np.int64) + self._base)
             self._indexed = len(self._text)
@@ -409,14 +385,9 @@ class RowCopies:
     def _grown(
         self, rows: list[list[int]], lengths: list[int], sources: list[int], depth: int, ends: Collection[int]
     ) -> Copies:
-        """Return the likeliest nodes of the tree of what followed at several places.
+        """Return the likeliest nodes of the tree of what followed at several places (`TextIndex.matches`).
 
-        Args:
-            rows: per place, the tokens after it; those after a 0 mean nothing.
-            lengths: of the matches at the places.
-            sources: first cell of their source.
-            depth: of the deepest node.
-            ends: tokens after which nothing is copied.
+        `sources` are the first cells of each place's source.
         """
         found = Copies([], [], [], [])
         self._cells = cells = []
@@ -483,8 +454,3 @@ class RowCopies:
                 break
             parent = taken
         self._proposed = NOTHING
-
-
-def _room(length: int) -> int:
-    """Capacity of the index of a text of that length, which grows."""
-    return max(1024, 2 * (length + LONGEST))

@@ -34,17 +34,11 @@ ANY_TREE, NODE_COST = 0.1, 0.03
 
 @dataclass(frozen=True, eq=False)
 class RoundCost:
-    """Cost of a round of one batch.
-
-    Attributes:
-        draft: of the draft; 0 without one.
-        verify: [N] of verifying trees of 1 to N nodes per row. It may fall from one size to the next.
-        level: of each level of nodes below the roots, where a target computes its trees level by level.
-    """
+    """Cost of a round of one batch: of its draft, 0 without one, and of verifying its trees."""
 
     draft: float
-    verify: Array
-    level: float = 0.0
+    verify: Array  # [N] of trees of 1 to N nodes per row; it may fall from one size to the next
+    level: float = 0.0  # of each level of nodes below the roots, where a target computes its trees level by level
 
     def of(self, nodes: int, levels: int = 0) -> float:
         """Cost of a round that verifies trees of `nodes` nodes on `levels` levels below the root."""
@@ -63,11 +57,7 @@ def interpolated(points: Sequence[tuple[float, float]], sizes: Any) -> Array:
 
 
 def checked_points(name: str, points: Any) -> Points:
-    """Return the points as tuples.
-
-    Raises:
-        ValueError: they are not costs of rising sizes, from 1 token at cost 1 on.
-    """
+    """Return the points as tuples; raise if they are no costs of rising sizes, from 1 token at cost 1 on."""
     try:
         pairs = tuple((float(size), float(cost)) for size, cost in points)
     except (TypeError, ValueError):

@@ -145,8 +145,7 @@ def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
 def _copied(copies: CopyLevels, depth: int, tokens: Array, paths: Array) -> Array | None:
     """Columns [B, W, K] of the copied nodes that tokens [B, K] of a depth are after W paths, or `_OFF`; None for none.
 
-    Args:
-        paths: [B, W] columns of the copied nodes that the paths end in; -1 for the text's end.
+    The paths end in the copied nodes of columns `paths` [B, W]; -1 is the text's end.
     """
     if depth >= len(copies.ends) - 1:
         return None
@@ -162,8 +161,7 @@ def _best(
 ) -> tuple[Array, Array, float]:
     """Places and scores [B, n] of the nodes below the root of the best tree of a pool [B, P] of scores, and its rate.
 
-    Args:
-        levels: of any tree that is more than its root.
+    A tree that is more than its root has `levels`.
     """
     chosen = _largest(pool, min(nodes - 1, pool.shape[1]))
     chosen = take(chosen, (-take(pool, chosen)).argsort(axis=1, kind="stable"))

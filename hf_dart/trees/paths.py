@@ -16,21 +16,16 @@ from hf_dart.trees.tree import DraftTree
 
 @dataclass(frozen=True)
 class TreePaths:
-    """The paths of trees [B, N]; nothing of them is read on the host.
+    """The paths of trees [B, N], by parents and ancestors of a `DraftTree`; nothing of them is read on the host."""
 
-    Attributes:
-        parents: [B, N]; -1 for roots and empty nodes.
-        ancestors: [B, N, N] bool, as those of a `DraftTree`.
-    """
-
-    parents: Tensor
-    ancestors: Tensor
+    parents: Tensor  # [B, N]
+    ancestors: Tensor  # [B, N, N]
     _windows: dict[int, Tensor] = field(default_factory=dict)
     _between: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, tree: DraftTree, device: torch.device) -> TreePaths:
-        """Return the paths of a tree, on `device`."""
+        """Move the paths of a tree to `device`."""
         return cls(tree.parents.to(device), tree.ancestors.to(device))
 
     @property
@@ -60,16 +55,11 @@ class TreePaths:
 
 @dataclass(frozen=True)
 class Level:
-    """The M nodes of one depth, in all rows of a batch.
-
-    Attributes:
-        rows, nodes: [M] each.
-        parents: [M] places of their parents in the level above; of roots, their rows.
-    """
+    """The M nodes of one depth, in all rows of a batch: tensors [M] each."""
 
     rows: Tensor
     nodes: Tensor
-    parents: Tensor
+    parents: Tensor  # places in the level above; of roots, their rows
 
 
 @dataclass(frozen=True)

@@ -106,9 +106,7 @@ class Candidates:
 
     Attributes:
         history: [B, C] last committed tokens, the root of the tree last; as many as `formula` looks at, 1 at least.
-        tokens: [B, d, K] candidates for each depth; -1 is no candidate.
-        steps: [B, d, J, K] the drafter's log-probability of candidate k after candidate j of the depth before; J is 1
-            where it does not depend on that.
+        tokens, steps: of `DraftScores.scorer`.
         formula: of scores from these.
         copies: tokens that followed the same text earlier; those within d are among the candidates.
         deepest: [B] no node of a row lies deeper; None for no limit.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,19 +45,18 @@ class DraftTree:
 
     def to(self, device: torch.device) -> DraftTree:
         """Move the tree to `device`."""
-        tensors = (self.tokens, self.parents, self.depths, self.ancestors)
-        tokens, parents, depths, ancestors = (tensor.to(device) for tensor in tensors)
-        # Apple GPUs have no float64.
-        scores = self.scores if self.scores is None or device.type != "mps" else self.scores.float()
-        scores = None if scores is None else scores.to(device)
-        return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
+        if device.type == "mps" and self.scores is not None:  # Apple GPUs have no float64
+            return replace(self, scores=self.scores.float())._each(lambda tensor: tensor.to(device))
+        return self._each(lambda tensor: tensor.to(device))
 
     def row(self, row: int) -> DraftTree:
         """Return the tree of one row."""
-        tensors = (self.tokens, self.parents, self.depths, self.ancestors)
-        tokens, parents, depths, ancestors = (tensor[row : row + 1] for tensor in tensors)
-        scores = None if self.scores is None else self.scores[row : row + 1]
-        return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
+        return self._each(lambda tensor: tensor[row : row + 1])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> DraftTree:
+        """Return a tree of all tensors changed alike."""
+        changed: Any = {name: change(part) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **changed)
 
     def padded(self, size: int) -> DraftTree:
         """Add empty nodes up to `size`; they attend to themselves alone and match nothing."""
@@ -96,10 +97,4 @@ class DraftTree:
         real = (index < counts[:, None]) if counts is not None else index.expand(batch, -1) >= 0
         lower = index[:, None] >= index
         ancestors = (lower & real[:, None, :] & real[:, :, None]) | (index[:, None] == index)
-        return cls(
-            tokens,
-            torch.where(real, index - 1, -1),
-            torch.where(real, index, 0),
-            ancestors,
-            nodes - 1,
-        )
+        return cls(tokens, torch.where(real, index - 1, -1), torch.where(real, index, 0), ancestors, nodes - 1)

@@ -13,12 +13,7 @@ _NEVER = -1e30
 
 
 def hash_of_ids(ids: Mapping[str, int], rows: int | None = None) -> str:
-    """SHA-256 (16 hex digits) of a token-to-id map.
-
-    Args:
-        ids: of every token.
-        rows: of the embedding table; tokens beyond it are left out. None counts all.
-    """
+    """SHA-256 (16 hex digits) of a token-to-id map, without ids from `rows` (of an embedding table) on."""
     entries = sorted(ids.items(), key=lambda entry: (entry[1], entry[0]))
     if rows is not None:
         entries = [entry for entry in entries if entry[1] < rows]

@@ -8,56 +8,39 @@ import gc
 import pickle
 import re
 import warnings
-from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
-from support.attention_kernels import attends_to_trees
 from support.cases import batch
 from support.compare import assert_identical
 from support.engines import engine as uncaptured
-from support.families import needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.decoding import request
 from hf_dart.engine import engine as module
 from hf_dart.engine import parts
 from hf_dart.models.devices import matmul_precision
-from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
-
-
-@pytest.fixture
-def pair() -> tuple[Any, Any]:
-    target = tiny_target("llama")
-    return target, tiny_head(target)
-
-
+Trio = tuple[Any, Any, module.Engine]
 engine = functools.partial(uncaptured, first_tier=32)
 
 
-@needs_running_states
-@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
-def test_targets_with_running_states_are_told_so(family: str) -> None:
-    target = tiny_target(family)
+@pytest.fixture
+def pair() -> Trio:
+    target = tiny_target("llama")
     head = tiny_head(target)
-    made = engine(target, head)
-    with pytest.warns(UserWarning, match=r"^This call runs uncompiled: the target keeps running states, "):
-        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-    assert not any(made.tiers)
+    return target, head, engine(target, head)
 
 
-def test_collected_hidden_states(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    made = engine(target, head)
+def test_collected_hidden_states(pair: Trio) -> None:
+    target, head, made = pair
     options = {**GREEDY, "return_dict_in_generate": True, "output_hidden_states": True}
     with pytest.warns(UserWarning, match="it collects hidden states"):
         assert_identical(target, head, batch(1, "sdpa"), **options)
@@ -67,18 +50,16 @@ def test_collected_hidden_states(pair: tuple[Any, Any]) -> None:
         assert_identical(target, head, batch(1, "sdpa"), **options)
 
 
-def test_another_target(pair: tuple[Any, Any]) -> None:
+def test_another_target(pair: Trio) -> None:
     """A head that was compiled with one target serves a copy of it as before."""
-    target, head = pair
-    made = engine(target, head)
+    target, head, made = pair
     assert_identical(copy.deepcopy(target), head, batch(1, "sdpa"), **GREEDY)
     assert not any(made.tiers)
 
 
-def test_the_prompt_is_held_once(pair: tuple[Any, Any], noted: Any) -> None:
+def test_the_prompt_is_held_once(pair: Trio, noted: Any) -> None:
     """While rounds run in a tier, the call's own cache holds nothing."""
-    target, head = pair
-    engine(target, head)
+    target, head, _ = pair
     caches = noted(SlotCache, "release", lambda cache: cache)
     held = noted(module, "one_round", lambda _: caches[-1].store.storage.numel())
     assert_identical(target, head, prompts([20, 9]), do_sample=False, max_new_tokens=30)
@@ -86,28 +67,9 @@ def test_the_prompt_is_held_once(pair: tuple[Any, Any], noted: Any) -> None:
     assert set(held) == {0}
 
 
-def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the call's own cache answers truly is another number here: the first tree of a tier tells."""
-    target, head = pair
-    forward = type(target).forward
-
-    @functools.wraps(forward)
-    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outputs = forward(self, *args, **kwargs)
-        outputs.logits = outputs.logits * (1 + 0.01 * kwargs[CACHE].get_seq_length())
-        return outputs
-
-    engine(target, head)
-    monkeypatch.setattr(type(target), "forward", scaled)
-    monkeypatch.setattr(request, "check_verification", lambda *args: None)  # it would refuse such a target
-    with pytest.warns(UserWarning, match="computes something else on fixed shapes"):
-        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-
-
-def test_weights_that_change(pair: tuple[Any, Any]) -> None:
+def test_weights_that_change(pair: Trio) -> None:
     """In place they are the same weights elsewhere in time; replaced, everything is made again."""
-    target, head = pair
-    made = engine(target, head)
+    target, head, made = pair
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
     before = made.tiers
     with torch.no_grad():
@@ -125,10 +87,18 @@ def test_weights_that_change(pair: tuple[Any, Any]) -> None:
         before = made.tiers
 
 
-def test_code_that_changes(pair: tuple[Any, Any]) -> None:
-    """Graphs run what was there when they were captured."""
-    target, head = pair
-    made, mlp = engine(target, head), target.model.layers[0].mlp
+class Counts(torch.nn.Sequential):
+    seen = 0
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(states)
+
+
+def test_code_that_changes(pair: Trio) -> None:
+    """Graphs run what was there when they were captured; a module that counts its calls does not change."""
+    target, head, made = pair
+    mlp = target.model.layers[0].mlp
     forward = mlp.forward
     for change in (
         lambda: setattr(mlp, "act_fn", torch.nn.Tanh()),
@@ -140,67 +110,16 @@ def test_code_that_changes(pair: tuple[Any, Any]) -> None:
         change()
         assert_identical(target, head, prompts([7]), **GREEDY)
         assert made.tiers != before
-
-
-class Counts(torch.nn.Sequential):
-    seen = 0
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
-        return super().forward(states)
-
-
-def test_modules_that_count(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    target.model.layers[0].mlp = Counts(target.model.layers[0].mlp).eval()
-    made = engine(target, head)
+    target.model.layers[0].mlp = Counts(mlp).eval()
     assert_identical(target, head, prompts([7]), **GREEDY)
     before = made.tiers
     assert_identical(target, head, prompts([7]), **GREEDY)
     assert made.tiers == before
 
 
-def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread calls the target in the middle of a captured round: stock's and the eager round's as ever."""
-    target, head = pair
-    engine(target, head)
-    wanted = target.generate(**batch(1, "sdpa"), **GREEDY)
-    target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)
-    inside, done = Event(), Event()
-    layer = target.model.layers[0]
-    forward = layer.forward
-    asked: list[bool] = []
-
-    def waiting(*args: Any, **kwargs: Any) -> Any:
-        if attends_to_trees() and not inside.is_set():
-            inside.set()
-            asked.append(done.wait(120))
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(layer, "forward", waiting)
-    found = []
-    thread = Thread(target=lambda: found.append(target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)))
-    thread.start()
-    try:
-        assert inside.wait(120)
-        other = tiny_head(target)
-        made = engine(target, other)
-        for drafting in ({}, {"assistant": head}, {"assistant": tiny_head(target)}, {"assistant": other}):
-            found.append(target.generate(**batch(1, "sdpa"), **GREEDY, **drafting))
-        assert any(made.tiers)
-    finally:
-        done.set()
-        thread.join()
-    assert asked == [True]
-    assert len(found) == 5
-    assert all(torch.equal(one, wanted) for one in found)
-    assert target.config._attn_implementation == "sdpa"
-
-
-def test_what_is_kept(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fields that shapes do not depend on make no tiers again, and old tiers go."""
-    target, head = pair
-    made = engine(target, head)
+    target, head, made = pair
     monkeypatch.setattr(module, "_KEPT", 2)
     # The second is as the first; 20 is the one that was not used for longest when 30 comes.
     for nodes, cost in ((8, 0.03), (8, 0.04), (20, 0.04), (8, 0.05), (30, 0.04)):
@@ -209,9 +128,8 @@ def test_what_is_kept(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) ->
     assert [tier.nodes for tier in made.tiers if tier] == [8, 32]
 
 
-def test_hooks_and_autocast(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    made = engine(target, head)
+def test_hooks_and_autocast(pair: Trio) -> None:
+    target, head, made = pair
     assert_identical(target, head, prompts([7]), return_dict_in_generate=True, output_hidden_states=False, **GREEDY)
     before = made.tiers
     target(**prompts([7]), output_hidden_states=True)  # transformers' own hooks stay from here on
@@ -226,12 +144,11 @@ def test_hooks_and_autocast(pair: tuple[Any, Any]) -> None:
     assert made.tiers != before
 
 
-def test_switches_of_precision(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_switches_of_precision(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of torch 2.9, with which the older one raises; other graphs after them. Older versions have that one."""
-    target, head = pair
+    target, head, made = pair
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):
-        made = engine(target, head)
         target.generate(**prompts([7]), assistant=head, **GREEDY)
         before = made.tiers
         try:
@@ -246,9 +163,8 @@ def test_switches_of_precision(pair: tuple[Any, Any], monkeypatch: pytest.Monkey
     assert matmul_precision() == (torch.get_float32_matmul_precision(),)
 
 
-def test_copies_have_none(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    made = engine(target, head)
+def test_copies_have_none(pair: Trio) -> None:
+    target, head, made = pair
     assert copy.deepcopy(head).engine is None
     assert pickle.loads(pickle.dumps(made)) is None
     made.release()
@@ -256,8 +172,8 @@ def test_copies_have_none(pair: tuple[Any, Any]) -> None:
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
 
 
-def test_progress_and_mistakes(pair: tuple[Any, Any]) -> None:
-    target, head = pair
+def test_progress_and_mistakes(pair: Trio) -> None:
+    target, head, _ = pair
     told: list[str] = []
     engine(target, head, progress=told.append)
     assert_identical(target, head, batch(1, "sdpa"), tree_config=TreeConfig(nodes=9), **GREEDY)
@@ -272,73 +188,47 @@ def test_progress_and_mistakes(pair: tuple[Any, Any]) -> None:
         engine(tiny_target("llama", hidden_size=16), head)
 
 
-# ---- when something goes wrong ----------------------------------------------------------------------------
+def failing(*args: Any) -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
-def test_what_cannot_be_made(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    target, head = pair
+def test_what_cannot_be_made_or_loaded(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs uncompiled; of the target, a call that cannot be loaded says nothing, and the next one may do."""
+    target, head, made = pair
+    for name, sentence in (("load", "loaded"), ("__init__", "made")):
+        target.generate(**batch(4, "sdpa"), assistant=head, **GREEDY)
+        if name == "__init__":
+            made.release()
+        with monkeypatch.context() as patch:
+            patch.setattr(module.Tier, name, failing)
+            with pytest.warns(UserWarning, match=rf"it could not be {sentence} \(OutOfMemoryError: no room\)"):
+                assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+        assert all(made.tiers) == (name == "load")
 
-    class OutOfMemory(module.Tier):
-        def __init__(self, *args: Any) -> None:
-            raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(module, "Tier", OutOfMemory)
-    engine(target, head)
-    with pytest.warns(UserWarning, match=r"could not be made \(OutOfMemoryError: no room\)"):
-        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-
-
-def test_other_tiers_make_room(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tiers_make_room(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where memory runs out while a tier is made, the ones that are kept go, and it is made."""
-    target, head = pair
-    made = engine(target, head)
+    target, head, made = pair
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-
-    class Narrow(module.Tier):
-        def __init__(self, *args: Any) -> None:
-            if made.tiers:
-                raise torch.OutOfMemoryError("no room")
-            super().__init__(*args)
-
-    monkeypatch.setattr(module, "Tier", Narrow)
+    make = module.Tier.__init__
+    monkeypatch.setattr(module.Tier, "__init__", lambda *args: failing() if made.tiers else make(*args))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
     assert len(made.tiers) == 1
 
 
-def test_a_call_that_cannot_be_loaded(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs uncompiled; of the target that says nothing, and the next call may do."""
-    target, head = pair
-    made = engine(target, head)
-    target.generate(**batch(4, "sdpa"), assistant=head, **GREEDY)
-
-    def too_long(*args: Any) -> None:
-        raise RuntimeError("no seat for it")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.Tier, "load", too_long)
-        with pytest.warns(UserWarning, match=r"it could not be loaded \(RuntimeError: no seat"):
-            assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-    assert all(made.tiers)
-
-
-def test_a_launch_that_does_nothing(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_does_nothing(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a graph does whose kernels ran somewhere else while it was captured."""
-    target, head = pair
-    made = engine(target, head)
+    target, head, made = pair
     monkeypatch.setattr(parts, "launched", lambda step, *_: step() or (lambda: None))
     with pytest.warns(UserWarning, match="computes something else"):
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
     assert made.tiers == [None]
 
 
-def test_what_is_released_is_gone(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    made = engine(target, head)
+def test_what_is_released_is_gone(pair: Trio) -> None:
+    target, head, made = pair
     target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)
     rounds = [ref(part) for tier in made.tiers if tier for part in tier.forwards.values()]
     assert rounds

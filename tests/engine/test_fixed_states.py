@@ -70,8 +70,7 @@ def test_a_cache_that_is_handed_back(size: int) -> None:
     assert made.tiers
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("lfm2", marks=pytest.mark.matrix)])
 def test_compiled(family: str) -> None:
     """The parts of a round, each as one graph."""
     target = tiny_target(family)
@@ -132,11 +131,13 @@ def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(states_of(cache)[slot], state)
 
 
-def test_trees_that_are_too_large_run_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["lfm2", "mamba2"])
+def test_trees_that_go_by_levels_run_uncompiled(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are too large, and all of Mamba."""
     monkeypatch.setattr(tree_forward, "MOST", 9)
-    target = tiny_target("lfm2")
+    target = tiny_target(family)
     head = tiny_head(target)
     made = engine(target, head)
-    with pytest.warns(UserWarning, match="This call runs uncompiled.*level by level"):
+    with pytest.warns(UserWarning, match="This call runs uncompiled: .*level by level"):
         assert_identical(target, head, batch(1, "sdpa"), tree_config=TREE, **MODES["greedy"], max_new_tokens=8)
     assert not any(made.tiers)

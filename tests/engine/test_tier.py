@@ -1,4 +1,4 @@
-"""Rounds in a tier: what passes from call to call and between a tier and the call's own caches."""
+"""Rounds in a tier: what passes from call to call, between a tier and the call's own caches, and from tier to tier."""
 
 from __future__ import annotations
 
@@ -8,24 +8,20 @@ from typing import Any
 import pytest
 import torch
 from support.caches import prefill
-from support.cases import batch
-from support.compare import assert_identical, run, tally
+from support.cases import GREEDY, SAMPLED, batch
+from support.compare import assert_identical, tally
 from support.engines import counting, engine
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
-from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_dart import TreeConfig
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.session import Session
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
-from hf_dart.models.stock_steps import CACHE
 
 pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")
 EXACT = tally("float64, rounds on fixed shapes")
-GREEDY = {"do_sample": False, "max_new_tokens": 24}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 
 
 def test_what_another_call_left_is_not_read() -> None:
@@ -45,6 +41,26 @@ def test_what_another_call_left_is_not_read() -> None:
     assert not any(buffer.isnan().any() for buffer in held)
 
 
+def test_calls_in_turns() -> None:
+    """One call's rounds write over what another's left: tiers take turns in one memory."""
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    made = engine(target, head, first_tier=64)
+    calls: list[tuple[int, dict[str, Any]]] = [
+        (4, {**GREEDY, "tree_config": TreeConfig(nodes=13)}),
+        (1, {**GREEDY, "tree_config": TreeConfig(nodes=8)}),
+        (4, {**SAMPLED, "tree_config": TreeConfig(nodes=8)}),
+        (4, {**GREEDY, "no_repeat_ngram_size": 3}),
+        (1, {**SAMPLED, "temperature": 0.7, "tree_config": TreeConfig(nodes=1)}),
+    ]
+    for size, options in calls * 2:
+        assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **{**options, "max_new_tokens": 14})
+    tiers = [tier for tier in made.tiers if tier is not None]
+    assert len(tiers) > 3
+    for caches in ([tier._cache.entries for tier in tiers], [tier._draft_cache for tier in tiers if tier._draft_cache]):
+        assert len({cache.store.buffer(0).data_ptr() for cache in caches}) == 1
+
+
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_the_same_drafts_whatever_the_tiers(options: dict[str, Any]) -> None:
     """The drafter has read as much, and seen the same noise, from tier to tier as without tiers."""
@@ -53,7 +69,6 @@ def test_the_same_drafts_whatever_the_tiers(options: dict[str, Any]) -> None:
     options = {**options, "max_new_tokens": 40, "tree_config": TreeConfig(nodes=13, lookup=0)}
     committed = []
     for first_tier in (None, 16, 128):
-        head.engine = None
         if first_tier is not None:
             engine(target, head, first_tier=first_tier)
         assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **options)
@@ -66,8 +81,8 @@ def test_no_text_stands_where_trees_do(monkeypatch: pytest.MonkeyPatch) -> None:
     target, head, inputs = counting(8.0)
     commit, held = TargetCache.commit, []
 
-    def watched(self: TargetCache, path: torch.Tensor, counts: list[int]) -> None:
-        commit(self, path, counts)
+    def watched(self: TargetCache, *accepted: Any) -> None:
+        commit(self, *accepted)
         if self.entries.fixed:
             held.append(self.entries.capacity - 8 - self.longest)
 
@@ -115,24 +130,6 @@ def test_seats_are_filled_by_any_rows() -> None:
     for slot, state in cache.states.committed.items():
         assert torch.equal(state[1], before[slot][1])
         assert all((state[row] == row).all() for row in rows)
-
-
-def test_a_cache_that_is_kept() -> None:
-    """Two turns over one cache, and what lies in it."""
-    target = tiny_target("llama")
-    head = tiny_head(target)
-    engine(target, head)
-    kept = []
-    for drafting in ({}, {"assistant": head}):
-        cache = DynamicCache(config=target.config)
-        first = run(target, prompts([9]), 0, **{CACHE: cache}, **GREEDY, **drafting).sequences
-        longer = torch.cat([first, torch.tensor([[5, 9, 4]])], dim=1)
-        inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
-        second = run(target, inputs, 0, **{CACHE: cache}, **GREEDY, **drafting).sequences
-        kept.append((first.tolist(), second.tolist(), cache))
-    assert kept[0][:2] == kept[1][:2]
-    for left, right in zip(kept[0][2].layers, kept[1][2].layers, strict=True):
-        torch.testing.assert_close(left.keys, right.keys)
 
 
 @pytest.mark.filterwarnings("default:This call runs uncompiled")
@@ -251,30 +248,6 @@ def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> 
     assert_identical(target, head, prompts([7]), **{**GREEDY, **options})
     assert len(taken) == 1
     assert len(taken[0].unique(dim=0)) == len(taken[0]) > 40
-
-
-def test_interrupted() -> None:
-    """What was committed in the tier's cache is in the one that was passed in."""
-    target = tiny_target("llama")
-    head = tiny_head(target)
-    engine(target, head, first_tier=64)
-
-    class Impatient(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            if input_ids.shape[1] == 20:
-                raise KeyboardInterrupt
-            return scores
-
-    kept = []
-    for drafting in ({}, {"assistant": head}):
-        cache = DynamicCache(config=target.config)
-        options = {**GREEDY, **drafting, "logits_processor": LogitsProcessorList([Impatient()])}
-        with pytest.raises(KeyboardInterrupt):
-            target.generate(**prompts([9]), **{CACHE: cache}, **options)
-        kept.append(cache.layers[0].keys)
-    width = kept[1].shape[2]
-    assert 9 < width <= kept[0].shape[2]
-    torch.testing.assert_close(kept[1], kept[0][:, :, :width])
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -6,35 +6,24 @@ Stock, with that kernel, is the reference: in float64, without tolerance. The ke
 
 from __future__ import annotations
 
-import contextvars
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import product
 from threading import Event, Thread, get_ident
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.attention_kernels import (
-    FLASH,
-    FLEX,
-    HUB,
-    OWN,
-    Calls,
-    attends_to_trees,
-    flash_kernels,
-    flex_kernel,
-    own_kernel,
-    set_attention,
-)
+from support import attention_kernels as kernels
+from support.attention_kernels import FLASH, FLEX, HUB, OWN, attends_to_trees, own_kernel, set_attention
 from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.engines import engine
 from support.sentences import refused
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
-from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_dart import TreeConfig, attach
@@ -42,31 +31,23 @@ from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
 from hf_dart.drafters.layers import attend
 from hf_dart.models import attention
 from hf_dart.models.attention import TreeAttention, attend_in_groups, attention_of, packed_attention
-from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import forget
 
 EXACT = tally("float64, kernels of the user's")
-KERNELS: dict[str, Callable[[], AbstractContextManager[Calls]]] = {
-    FLASH: flash_kernels,
-    HUB: lambda: flash_kernels(HUB),
-    OWN: own_kernel,
-    FLEX: flex_kernel,
+KERNELS: dict[str, Callable[[], AbstractContextManager[kernels.Calls]]] = {
+    **{FLASH: kernels.flash_kernels, HUB: lambda: kernels.flash_kernels(HUB)},
+    **{OWN: own_kernel, FLEX: kernels.flex_kernel},
 }
 WITHOUT_SDPA = ("gemma2", "gpt_oss")
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
-def skip_where_sdpa_leaves_out(family: str, target: Any) -> None:
-    """Older releases of transformers give Gemma 2 an SDPA without its soft caps, which the trial refuses."""
-    if family in WITHOUT_SDPA and type(target)._supports_sdpa:
-        pytest.skip("an SDPA without soft caps, which the trial refuses")
-
-
 @contextmanager
-def loaded(family: str, name: str, **config: Any) -> Iterator[tuple[Any, Calls]]:
+def loaded(family: str, name: str, **config: Any) -> Iterator[tuple[Any, kernels.Calls]]:
     """A tiny target that drafts are for, as if it had been loaded with that attention."""
     target = tiny_target(family, "eager" if family in WITHOUT_SDPA else "sdpa", **config)
-    skip_where_sdpa_leaves_out(family, target)
+    if family in WITHOUT_SDPA and type(target)._supports_sdpa:  # Gemma 2 in older releases of transformers
+        pytest.skip("an SDPA without soft caps, which the trial refuses")
     with KERNELS[name]() as calls:
         attach(set_attention(target, name))
         yield target, calls
@@ -84,20 +65,16 @@ def check(target: Any, modes: Any = MODES, sizes: tuple[int, ...] = (1, 4)) -> N
                 assert known.last_stats.tau > 1.3
 
 
-BY_DEFAULT = {
+BY_DEFAULT = [
     *(("mistral", FLASH), ("gemma3", HUB), ("qwen3", OWN)),
     *(("gemma2", FLASH), ("gpt_oss", HUB), ("gpt_oss", FLEX)),
-}
-FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "qwen3_moe", *WITHOUT_SDPA]
+]
+PAIRS = [*product(["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "qwen3_moe", *WITHOUT_SDPA], KERNELS)]
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [
-        pytest.param(family, name, marks=() if (family, name) in BY_DEFAULT else pytest.mark.matrix)
-        for family in FAMILIES
-        for name in KERNELS
-    ],
+    [pytest.param(*pair, marks=() if pair in BY_DEFAULT else pytest.mark.matrix) for pair in PAIRS],
 )
 def test_the_same_text(family: str, name: str) -> None:
     """Through windows and sinks."""
@@ -122,23 +99,17 @@ def test_attention_in_chunks(name: str) -> None:
         pass
 
 
-@pytest.mark.parametrize(
-    ("family", "name", "trees"),
-    [
-        *(("llama", *names) for names in [(FLASH, "sdpa"), (FLEX, "sdpa"), ("eager", "eager"), ("sdpa", "sdpa")]),
-        *(("gpt_oss", *names) for names in [(FLASH, "eager"), (FLEX, "eager"), ("eager", "eager")]),
-    ],
-)
-def test_what_verifies_trees(family: str, name: str, trees: str) -> None:
+@pytest.mark.parametrize(("family", "trees"), [("llama", "sdpa"), ("gpt_oss", "eager")])
+def test_what_verifies_trees(family: str, trees: str) -> None:
     """Classes without SDPA take eager attention."""
-    assert TreeAttention(set_attention(tiny_target(family, "eager"), name)).name == trees
+    for name, wanted in ((FLASH, trees), (FLEX, trees), ("eager", "eager"), (trees, trees)):
+        assert TreeAttention(set_attention(tiny_target(family, "eager"), name)).name == wanted
 
 
 @pytest.mark.parametrize("size", [1, 4])
 def test_prompts_and_steps_without_drafts_are_the_users(size: int) -> None:
     """Also in a padded batch, until a window is full."""
-    options = {"do_sample": False, "max_new_tokens": 8}
-    inputs = batch(size, "sdpa")
+    options, inputs = {"do_sample": False, "max_new_tokens": 8}, batch(size, "sdpa")
     with loaded("llama", FLASH) as (target, calls):
         layers = target.config.num_hidden_layers
         drafter = replay(target, inputs, misses=[0.0] * size, **options)
@@ -150,22 +121,6 @@ def test_prompts_and_steps_without_drafts_are_the_users(size: int) -> None:
         calls.queries.clear()
         assert_identical(target, drafter, inputs, **options, tree_config=TreeConfig(nodes=1))
         assert calls.queries == 2 * [*[width if size == 1 else 13] * layers, *[1] * 7 * layers]
-
-
-@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
-def test_turns_over_one_cache(cache: Any) -> None:
-    with loaded("gemma3", FLASH) as (target, _):
-        head = tiny_head(target)
-        texts = []
-        for drafting in ({}, {"assistant": head}):
-            options = {} if cache is DynamicCache else {"max_cache_len": 128}
-            held, ids = cache(config=target.config, **options), prompts([9])["input_ids"]
-            for turn in range(3):
-                inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-                text = run(target, inputs, 0, **GREEDY, **{CACHE: held}, **drafting).sequences
-                ids = torch.cat([text, prompts([5], seed=turn)["input_ids"]], dim=1)
-            texts.append(ids)
-        assert torch.equal(*texts)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -214,76 +169,60 @@ def test_a_kernel_that_cannot_be_told_about_padding() -> None:
         refused(lambda: run(target, prompts([9, 4]), 0, **GREEDY, assistant=head), ValueError, "padded rows")
 
 
-@contextmanager
-def interrupted_layer(target: Any, within: Callable[[], Any]) -> Iterator[None]:
-    """Call `within` in the first layer of each forward over a tree."""
-
-    def hook(module: Any, args: Any, kwargs: Any) -> None:
-        if args[0].shape[1] > 1 and attends_to_trees():
-            within()
-
-    handle = target.model.layers[0].register_forward_pre_hook(hook, with_kwargs=True)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-class Interrupted(Exception):
-    """Raised in a layer."""
-
-
 def test_errors_in_a_verifying_forward_leave_nothing() -> None:
-    def interrupt() -> None:
-        raise Interrupted
-
     with loaded("llama", FLASH) as (target, _):
         head = tiny_head(target)
-        wanted = run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head).sequences
-        hooks, kernel = target.model.layers[0]._forward_pre_hooks, AttentionInterface()[FLASH]
-        with interrupted_layer(target, interrupt), pytest.raises((Interrupted, ValueError)):
+
+        def fail(*_: Any) -> None:
+            if attends_to_trees():
+                raise KeyboardInterrupt
+
+        hook = target.model.layers[0].register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
             run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head)
+        hook.remove()
         assert target.config._attn_implementation == FLASH
-        assert AttentionInterface()[FLASH] is kernel
         assert not attends_to_trees()
-        assert not hooks
-        assert torch.equal(run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head).sequences, wanted)
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
 
 
-def test_other_threads_see_the_users_kernel() -> None:
-    """In the middle of a verifying forward: plain calls, drafted ones, and copies of the config."""
+@pytest.mark.parametrize("captured", [False, True])
+def test_other_threads_see_the_users_kernel(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a verifying forward, captured or not: plain calls, drafted ones, and copies of the config."""
     with loaded("llama", FLASH) as (target, calls):
-        head, inputs = tiny_head(target), batch(4, "sdpa")
-        wanted = run(target, inputs, 0, **GREEDY).sequences
-        assert torch.equal(run(target, inputs, 0, **GREEDY, assistant=head).sequences, wanted)
+        head, other, inputs, layer = tiny_head(target), tiny_head(target), batch(4, "sdpa"), target.model.layers[0]
+        engines = [engine(target, one) for one in (head, other) if captured]
+        wanted, forward = run(target, inputs, 0, **GREEDY).sequences, layer.forward
         verifying, done = Event(), Event()
         me, found, named, waited = get_ident(), [], [], []
 
-        def hold() -> None:
-            if get_ident() != me and not verifying.is_set():
+        def hold(*args: Any, **kwargs: Any) -> Any:
+            if attends_to_trees() and get_ident() != me and not verifying.is_set():
                 named.append(target.config._attn_implementation)
                 verifying.set()
                 waited.append(done.wait(120))
+            return forward(*args, **kwargs)
 
-        with interrupted_layer(target, hold):
-            run(target, inputs, 0, **GREEDY, assistant=head)  # with the hook, the target is tried again
-            thread = Thread(target=lambda: found.append(target.generate(**inputs, **GREEDY, assistant=head)))
-            thread.start()
-            try:
-                assert verifying.wait(120)
-                calls.threads.clear()
-                assert target.config._attn_implementation == FLASH
-                for drafting in ({}, {"assistant": head}, {"assistant": tiny_head(target)}):
-                    found.append(target.generate(**inputs, **GREEDY, **drafting))
-                assert set(calls.threads) == {me}
-                assert copy.deepcopy(target.config)._attn_implementation == FLASH
-            finally:
-                done.set()
-                thread.join()
+        monkeypatch.setattr(layer, "forward", hold)
+        found.append(run(target, inputs, 0, **GREEDY, assistant=head).sequences)  # tries the target again
+        thread = Thread(target=lambda: found.append(target.generate(**inputs, **GREEDY, assistant=head)))
+        thread.start()
+        try:
+            assert verifying.wait(120)
+            calls.threads.clear()
+            assert target.config._attn_implementation == FLASH
+            for drafting in ({}, {"assistant": head}, {"assistant": tiny_head(target)}, {"assistant": other}):
+                found.append(target.generate(**inputs, **GREEDY, **drafting))
+            assert set(calls.threads) == {me}
+            assert copy.deepcopy(target.config)._attn_implementation == FLASH
+        finally:
+            done.set()
+            thread.join()
         assert named == [FLASH]
         assert waited == [True]
-        assert len(found) == 4
+        assert len(found) == 6
         assert all(torch.equal(one, wanted) for one in found)
+        assert all(any(made.tiers) for made in engines)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "falcon"])
@@ -295,28 +234,6 @@ def test_trees_read_keys_where_they_lie(family: str, noted: Any) -> None:
     assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **GREEDY)
     assert bool(packed) == (family == "qwen3")
     assert target.config._attn_implementation == "sdpa"
-
-
-def test_several_threads_and_kernels_at_once() -> None:
-    """Each attends by its own."""
-    target = tiny_target("llama")
-    first, second = TreeAttention(target).packed(), TreeAttention(target).packed()
-    other_thread = contextvars.copy_context()
-    first.__enter__()
-    other_thread.run(second.__enter__)
-    first.__exit__(None, None, None)
-    assert not attends_to_trees()
-    assert other_thread.run(attends_to_trees)
-    other_thread.run(second.__exit__, None, None, None)
-    assert not other_thread.run(attends_to_trees)
-    kernel = AttentionInterface()["sdpa"]
-    with own_kernel(), TreeAttention(set_attention(target, OWN)).packed():
-        assert AttentionInterface()["sdpa"] is kernel
-    with TreeAttention(tiny_target("llama", "eager")).packed():
-        assert not attends_to_trees()
-
-
-# ---- the attention of trees itself ------------------------------------------------------------------------
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:

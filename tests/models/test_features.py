@@ -72,8 +72,7 @@ def test_over_a_whole_call(family: str, lengths: list[int], options: dict[str, A
 @pytest.mark.parametrize("lengths", [[13], [9, 3, 1, 13]])
 @pytest.mark.parametrize("chunk", [1, 2, 5, 12, 13, 50])
 def test_prefill_in_chunks(lengths: list[int], chunk: int) -> None:
-    target = attach(tiny_target("gemma3"))
-    inputs = prompts(lengths)
+    target, inputs = attach(tiny_target("gemma3")), prompts(lengths)
     options = {**GREEDY, "max_new_tokens": 5, "prefill_chunk_size": chunk}
     drafter = listener(target, inputs, [0.3] * len(lengths), **options)
     run(target, inputs, 0, assistant=drafter, **options)
@@ -133,5 +132,4 @@ def test_statistics_add_up() -> None:
     assert len(stats.accepted_per_depth) == drafter.draft_length, "the first row's drafts are all right"
     assert sum(map(sum, stats.committed)) == stats.tokens
     assert len(stats.committed) == stats.rounds
-    assert all(seconds >= 0 for seconds in stats.seconds.values())
-    assert sum(stats.seconds.values()) > 0
+    assert min(stats.seconds.values()) >= 0 < sum(stats.seconds.values())

@@ -1,12 +1,14 @@
-"""Rotary frequencies that follow the longest position: what crosses the trained length, and what is refused there."""
+"""Positions as stock hands them on: of text alone for multimodal models, and rotary frequencies that follow them."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
 import torch
 from support.compare import assert_identical
+from support.multimodal import multimodal_target
 from support.tiny import prompts, tiny_head, tiny_target
 from torch import nn
 from transformers import DynamicCache
@@ -52,6 +54,7 @@ def test_frequencies_are_as_before_the_trial(rope: dict[str, Any], unpacks: bool
 
         def unpack(model: Any, inputs: Any) -> None:
             model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+            model.unpacked = True
             hook.remove()
 
         hook = fresh.register_forward_pre_hook(unpack)
@@ -60,6 +63,7 @@ def test_frequencies_are_as_before_the_trial(rope: dict[str, Any], unpacks: bool
     buffers = {name: (buffer, buffer.clone()) for name, buffer in rotary.named_buffers()}
     check_verification(fresh, 45, 8)
     attach(fresh)
+    assert unpacks == hasattr(fresh, "unpacked")
     assert own.items() <= vars(rotary).items() if unpacks else vars(rotary) == own  # a first forward may keep more
     for name, (buffer, content) in buffers.items():
         assert unpacks or getattr(rotary, name) is buffer
@@ -95,3 +99,26 @@ def test_positions_of_ones_own_and_cached_texts_cross_it_too() -> None:
     longer = torch.cat([known, prompts([14])["input_ids"]], dim=1)
     with pytest.raises(ValueError, match="set max_length to 21 or less"):
         target.generate(longer, **{CACHE: cache}, max_length=40, assistant=head)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "llava"])
+def test_text_alone_for_multimodal_models(family: str) -> None:
+    target = multimodal_target(family)
+    head, options = tiny_head(target), {**GREEDY, "max_new_tokens": 20}
+    inputs = {name: values % 43 for name, values in prompts([9, 3, 7, 13]).items()}  # no image's tokens
+    assert_identical(target, head, inputs, do_sample=True, top_k=0, max_new_tokens=20)
+    assert head.last_stats.tau > 1
+    # Where generate encodes images before the prefill (from 5.18 on), what a processor adds to text alone is no matter.
+    marks = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
+    if family in marks and "mm_encoder_outputs" in inspect.signature(target.forward).parameters:
+        inputs[marks[family]] = torch.zeros_like(inputs["input_ids"])
+    assert_identical(target, head, inputs, **options)
+    first, second = (
+        target.generate(**inputs, **options, return_dict_in_generate=True, **way) for way in ({}, {"assistant": head})
+    )
+    # Cache and all go on into a second turn.
+    more = {"input_ids": torch.cat([first.sequences, first.sequences[:, :3]], dim=1)}
+    more["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 23), value=1)
+    stock = target.generate(**more, **options, **{CACHE: first[CACHE]})
+    ours = target.generate(**more, **options, **{CACHE: second[CACHE]}, assistant=head)
+    assert torch.equal(stock, ours)

@@ -35,6 +35,7 @@ from hf_dart.models.quantised import rounding_of
 from hf_dart.models.trial import check_verification, forget
 
 EXACT = tally("float64, quantised weights")
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FILES = experiment("quantised_files")
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
 NEWEST = pytest.mark.skipif(
@@ -45,11 +46,33 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:Futu
 PROMPTS = ["import os\n\n\ndef join(left, right):\n    ", "class Reader:\n    def __init__(self, path) -> None:\n"]
 
 
-class Int8Linear(nn.Module):
-    """Weights in 8 bits with a scale for each row; activations as they come."""
+def to_8_bits(x: Tensor, largest: Tensor) -> Tensor:
+    scale = largest.clamp(min=1e-5) / 127  # the embedding of padding is 0
+    return (x / scale).round() * scale
 
-    def __init__(self, linear: nn.Linear) -> None:
+
+def per_token(x: Tensor) -> Tensor:
+    """Each token's activations in 8 bits."""
+    return to_8_bits(x, x.abs().amax(-1, keepdim=True))
+
+
+def per_tensor(x: Tensor) -> Tensor:
+    """By one scale for all tokens of a call."""
+    return to_8_bits(x, x.abs().max())
+
+
+def per_tensor_float8(x: Tensor) -> Tensor:
+    """The same in 8 bits of floating point."""
+    scale = x.abs().max().clamp(min=1e-5) / 448
+    return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+class Int8Linear(nn.Module):
+    """Weights in 8 bits with a scale for each row; activations as they come, or `rounded`."""
+
+    def __init__(self, linear: nn.Linear, rounded: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
+        self.rounded = rounded
         self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
         scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
         self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
@@ -58,51 +81,14 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.rounded(x), self.weight.to(x.dtype) * self.scale, self.bias)
 
-    def rounded(self, x: Tensor) -> Tensor:
-        return x
 
-
-class PerToken(Int8Linear):
-    """Each token's activations in 8 bits, too."""
-
-    def rounded(self, x: Tensor) -> Tensor:
-        return rounded(x)
-
-
-class PerTensor(Int8Linear):
-    """By one scale for all tokens of a call."""
-
-    def rounded(self, x: Tensor) -> Tensor:
-        return rounded_together(x)
-
-
-class PerTensorFloat8(Int8Linear):
-    """The same in 8 bits of floating point."""
-
-    def rounded(self, x: Tensor) -> Tensor:
-        scale = x.abs().max().clamp(min=1e-5) / 448
-        return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
-
-
-def to_8_bits(x: Tensor, largest: Tensor) -> Tensor:
-    scale = largest.clamp(min=1e-5) / 127  # the embedding of padding is 0
-    return (x / scale).round() * scale
-
-
-def rounded(x: Tensor) -> Tensor:
-    return to_8_bits(x, x.abs().amax(-1, keepdim=True))
-
-
-def rounded_together(x: Tensor) -> Tensor:
-    return to_8_bits(x, x.abs().max())
-
-
-def quantised(kind: Callable[[nn.Linear], nn.Module], dtype: torch.dtype = torch.float64) -> Any:
+def quantised(dtype: torch.dtype = torch.float64, *rounded: Callable[[Tensor], Tensor]) -> Any:
     """A tiny target whose layers are linear in that way."""
     target = tiny_target("qwen3", dtype=dtype)
     for name, part in [*target.named_modules()]:
         if isinstance(part, nn.Linear) and name != "lm_head":
-            target.set_submodule(name, kind(part))
+            target.set_submodule(name, Int8Linear(part, *rounded))
+    forget(target)
     return target
 
 
@@ -117,18 +103,20 @@ def assert_exact(target: Any, attention: str = "sdpa") -> None:
 
 
 def test_weights_in_8_bits() -> None:
-    target = quantised(Int8Linear)
-    assert rounding_of(target) == torch.float64
+    target = quantised()
     assert_exact(target)
+    for dtype in DTYPES:
+        assert rounding_of(quantised(dtype)) == dtype
+        assert rounding_of(quantised(dtype, per_token)) == torch.bfloat16
 
 
-@pytest.mark.parametrize("kind", [PerTensor, PerTensorFloat8])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
-def test_scales_that_tokens_share(kind: Any, dtype: torch.dtype) -> None:
-    target = quantised(kind, dtype)
+@pytest.mark.parametrize("rounded", [per_tensor, per_tensor_float8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scales_that_tokens_share(rounded: Any, dtype: torch.dtype) -> None:
+    target = quantised(dtype, rounded)
     plain = run(target, batch(1, "sdpa"), 0, **GREEDY).sequences
     for attempt in (attach, check_verification, tiny_head):
-        words = f"largest of all tokens.*{kind.__name__}.*assistant="
+        words = "largest of all tokens.*Int8Linear.*assistant="
         refused(lambda attempt=attempt: attempt(target), ValueError, words)
         assert "generate" not in vars(target)
     assert torch.equal(run(target, batch(1, "sdpa"), 0, **GREEDY).sequences, plain)
@@ -141,7 +129,7 @@ def test_rounding_within_plain_modules(way: str, shared: bool) -> None:
     target = tiny_target("qwen3")
     layers = target.model.layers
     for layer, by_tensor in zip(layers, [False, shared, *[False] * len(layers)], strict=False):
-        part, function = layer.mlp.down_proj, rounded if not by_tensor else rounded_together
+        part, function = layer.mlp.down_proj, per_tensor if by_tensor else per_token
         part.scheme = str(by_tensor)
         if way == "hook":
             part.register_forward_pre_hook(lambda _, inputs, function=function: (function(inputs[0]),))
@@ -153,33 +141,6 @@ def test_rounding_within_plain_modules(way: str, shared: bool) -> None:
         refused(lambda: attach(target), ValueError, "largest of all tokens.*Linear")
     else:
         attach(target)
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "rounds_like"),
-    [
-        (PerToken, torch.float64, torch.bfloat16),
-        (PerToken, torch.float32, torch.bfloat16),
-        (PerToken, torch.float16, torch.bfloat16),
-        (PerToken, torch.bfloat16, torch.bfloat16),
-        (Int8Linear, torch.float32, torch.float32),
-        (Int8Linear, torch.float16, torch.float16),
-    ],
-)
-def test_what_a_target_rounds_like(kind: Any, dtype: torch.dtype, rounds_like: torch.dtype) -> None:
-    assert rounding_of(quantised(kind, dtype)) == rounds_like
-
-
-def test_lora_beside_the_weights() -> None:
-    """PEFT knows what it may replace by type."""
-    target = quantised(Int8Linear)
-    plain = run(target, batch(1, "sdpa"), 0, **GREEDY).sequences
-    config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
-    wrapped = get_peft_model(target, config).double().eval()
-    head = tiny_head(wrapped)
-    for inputs in (batch(1, "sdpa"), batch(4, "sdpa")):
-        assert_identical(wrapped, head, inputs, **GREEDY)
-    assert not torch.equal(run(wrapped, batch(1, "sdpa"), 0, **GREEDY).sequences, plain)
 
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -203,12 +164,7 @@ NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     ],
 )
 def test_packages_that_quantise(
-    package: str,
-    config: Any,
-    dtype: str,
-    rounds_like: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    package: str, config: Any, dtype: str, rounds_like: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`hf-dart audit` of the packaged pair, quantised as it is loaded."""
     kinds = pytest.importorskip(package)
@@ -242,9 +198,6 @@ def test_qlora(tmp_path: Path) -> None:
     head = type(pair.head).from_target(wrapped, draft_length=4).float()
     assert tiny_trainer(tmp_path, head, wrapped, rows).train().training_loss > 0
     assert pair.head.last_stats.tau > 1
-
-
-# ---- published files -------------------------------------------------------------------------------------
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float64) -> Any:
@@ -336,56 +289,16 @@ def test_activations_in_fp8_by_groups_of_a_token(on_a_gpu: Any, tmp_path: Path) 
     trains(target, tmp_path / "head")
 
 
-def test_fp8_layers_are_not_copied(on_a_gpu: Any) -> None:
-    target = on_a_gpu(fp8_linear, torch.float32)
-    refused(lambda: tiny_head(target, copy_layer=0), ValueError, "quantized or offloaded and cannot be copied")
-
-
 @NEWEST
 def test_fp8_without_its_kernel(on_a_gpu: Any) -> None:
-    """transformers' own sentence names what is to be installed."""
+    """transformers' own sentence names what is to be installed. With it, FP8 layers are not copied."""
+    target = on_a_gpu(fp8_linear, torch.float32)
+    refused(lambda: tiny_head(target, copy_layer=0), ValueError, "quantized or offloaded and cannot be copied")
 
     def missing(*args: Any) -> Tensor:
         raise ImportError("finegrained-fp8 kernel unavailable: pip install kernels")
 
     refused(lambda: attach(on_a_gpu(missing, torch.bfloat16)), ValueError, "plain text.*ImportError.*install kernels")
-
-
-class Unpacks(torch.nn.Linear):
-    """8 bits until its model's first forward, which a hook turns to floating point, as compressed-tensors does."""
-
-    packed = True
-
-    def pack(self) -> None:
-        self.scale = self.weight.detach().abs().amax(1, keepdim=True) / 127
-        self.weight = torch.nn.Parameter((self.weight.detach() / self.scale).round().to(torch.int8), False)
-
-    def unpack(self) -> None:
-        self.weight = torch.nn.Parameter(self.weight.to(self.scale.dtype) * self.scale, False)
-        self.packed = False
-
-
-def test_weights_that_the_first_forward_unpacks() -> None:
-    """The trial's is the first one; it leaves the model as stock's would."""
-    target = tiny_target("qwen3")
-    parts = [layer.mlp.down_proj for layer in target.model.layers]
-    for part in parts:
-        part.__class__ = Unpacks
-        part.pack()
-
-    def unpack(model: Any, inputs: Any) -> None:
-        for part in parts:
-            part.unpack()
-        model.unpacking.remove()
-        del model.unpacking
-
-    target.unpacking = target.register_forward_pre_hook(unpack)
-    forget(target)
-    attach(target)
-    assert not any(part.packed for part in parts)
-    assert not hasattr(target, "unpacking")
-    for inputs in (batch(1, "sdpa"), batch(4, "sdpa")):
-        assert_identical(target, tiny_head(target), inputs, **GREEDY)
 
 
 def in_scheme(scheme: str) -> Callable[..., None]:

@@ -1,9 +1,13 @@
-"""The trial at attach: right targets pass in every precision, wrong ones are refused, nothing is changed."""
+"""The trial at attach: right targets pass in every precision, wrong ones are refused, nothing is changed.
+
+And the rule of what is the same but for rounding, in each dtype.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,10 +24,12 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from hf_dart import attach
 from hf_dart.models import trial as probe
 from hf_dart.models.stock_steps import CACHE
+from hf_dart.models.tolerance import allowance, coarsest, difference, same
 from hf_dart.models.trial import check_verification
 from hf_dart.models.verify import MaskKind
 
 GREEDY = {"do_sample": False}
+NARROW = [torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
@@ -31,17 +37,13 @@ def _every_target_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny, "passed_trials", lambda built_from: {})
 
 
-def attention_of(family: str) -> str:
-    return "eager" if family in ("gemma2", "gpt_oss", "gptj", "codegen") else "sdpa"
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "gemma4_shared", "gpt2", "deepseek_v3", "mistral", "llama4", "bitnet"]
 )
 def test_right_targets_pass_in_every_precision(family: str, dtype: torch.dtype) -> None:
     for seed in range(3):
-        check_verification(tiny_target(family, attention_of(family), dtype, seed=seed))
+        check_verification(tiny_target(family, "eager" if family == "gemma2" else "sdpa", dtype, seed=seed))
 
 
 @pytest.mark.parametrize("off", [-1, 1])
@@ -56,15 +58,11 @@ def test_windows_are_told_apart_by_one_position(off: int, window: int, monkeypat
         check_verification(target)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_forgotten_window_shows_in_low_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgotten_windows_show_in_low_precision_and_chunks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: None)
-    for window in (10, 1000):
+    for window, dtype in product((10, 1000), NARROW):
         with pytest.raises(ValueError, match="something else for a token tree"):
             check_verification(tiny_target("mistral", dtype=dtype, sliding_window=window, max_position_embeddings=8192))
-
-
-def test_chunks_are_not_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: positions - self.window if self.window else None)
     with pytest.raises(ValueError, match="something else for a token tree"):
         check_verification(tiny_target("llama4"))
@@ -180,8 +178,11 @@ def test_long_windows_are_tried_by_the_call_that_reaches_them(
 SLIDING = {"family": "mistral", "sliding_window": 300, "max_position_embeddings": 8192}
 
 
-@pytest.mark.parametrize(("target", "forwards"), [({"family": "llama"}, 1 + 7), (SLIDING, 1 + 7 + 7 + 4)])
+@pytest.mark.parametrize(
+    ("target", "forwards"), [({"family": "llama"}, 1 + 7), ({"family": "qwen3"}, 1 + 7), (SLIDING, 1 + 7 + 7 + 4)]
+)
 def test_a_trial_is_few_and_short_forwards(target: dict[str, Any], forwards: int) -> None:
+    """Qwen3's number of layers with windows, 28, is no window."""
     tried, fed = tiny_target(**target), []
     hook = tried.register_forward_pre_hook(lambda *args: fed.append(args[-1]["input_ids"].numel()), with_kwargs=True)
     check_verification(tried)
@@ -200,13 +201,6 @@ def test_a_trial_that_takes_long_says_so(caplog: pytest.LogCaptureFixture, monke
     assert "after texts of 12, 297, 305 tokens: about" in message
 
 
-def test_numbers_of_layers_are_no_windows(tried: list[int]) -> None:
-    target = tiny_target("qwen3")
-    assert target.config.max_window_layers == 28
-    check_verification(target)
-    assert tried == [12]
-
-
 def test_attention_scales_that_follow_slots_are_refused_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 4 tempers its attention every `floor_scale` slots; a tree's nodes share positions, not slots."""
     monkeypatch.setattr(probe, "_AT_ATTACH", 20)
@@ -217,9 +211,6 @@ def test_attention_scales_that_follow_slots_are_refused_where_they_change(monkey
         target.generate(**prompts([7]), **GREEDY, max_length=140, assistant=head)
 
 
-# ---- targets whose logits depend on how many tokens are fed at once ---------------------------------------
-
-
 def steer(module: Any, args: Any, output: Tensor) -> Tensor:
     """Pushes the last position alone."""
     return torch.cat([output[:, :-1], output[:, -1:] + 3 * torch.arange(32).cos().to(output)], dim=1)
@@ -227,12 +218,8 @@ def steer(module: Any, args: Any, output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_hooks_that_look_at_the_last_token(dtype: torch.dtype) -> None:
-    """Also those that come and go after `attach`."""
+    """Those that come and go after `attach`."""
     target = tiny_target("llama", dtype=dtype)
-    hook = target.model.layers[0].register_forward_hook(steer)
-    with pytest.raises(ValueError, match="token tree"):
-        attach(target)
-    hook.remove()
     head = tiny_head(target)
     plain = target.generate(**prompts([7]), **GREEDY, max_new_tokens=12, assistant=head)
     for _ in range(2):
@@ -255,27 +242,20 @@ class Pushes(nn.Module):
         return steer(self, None, self.inner(states)) if self.last else self.inner(states)
 
 
-def patched_class(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda self, states: steer(self, None, plain(self, states)))
+def pushing(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *args: steer(None, args, forward(*args))
 
 
-def replaced_module(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    target.model.layers[0].mlp = Pushes(target.model.layers[0].mlp).eval()
-
-
-def another_forward(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    mlp = target.model.layers[0].mlp
-    plain = mlp.forward
-    mlp.forward = lambda states: steer(mlp, None, plain(states))
-
-
-@pytest.mark.parametrize("change", [patched_class, replaced_module, another_forward])
-def test_another_code_is_tried_by_the_next_call(
-    change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("changed", ["class", "module", "instance"])
+def test_another_code_is_tried_by_the_next_call(changed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = attach(tiny_target("llama"))
-    change(target, monkeypatch)
+    layer = target.model.layers[0]
+    if changed == "class":
+        monkeypatch.setattr(LlamaMLP, "forward", pushing(LlamaMLP.forward))
+    elif changed == "module":
+        layer.mlp = Pushes(layer.mlp).eval()
+    else:
+        layer.mlp.forward = pushing(layer.mlp.forward)
     with pytest.raises(ValueError, match="token tree"):
         check_verification(target)
 
@@ -304,9 +284,6 @@ def test_what_hangs_on_a_target_is_tried_once(tried: list[int]) -> None:
     assert len(tried) == 2
     attach(target)
     assert len(tried) == 3
-
-
-# ---- one row, a batch, a padded batch ---------------------------------------------------------------------
 
 
 class CountsPadding(LlamaForCausalLM):
@@ -348,32 +325,39 @@ class KeepsWhenTold(LlamaForCausalLM):
 def test_what_stocks_steps_are_given_is_given_to_trees(model_class: type[LlamaForCausalLM]) -> None:
     target = unknown(model_class)
     for lengths in ([7], [9, 9], [9, 3, 7]):
-        if lengths != [9, 3, 7]:
-            assert_identical(target, tiny_head(target), prompts(lengths), **GREEDY, max_new_tokens=12)
-        else:
+        if lengths == [9, 3, 7]:
             target.set_attn_implementation("sdpa")  # eager attention gives NaN for padded rows in float64
-            assert_identical(target, tiny_head(target), prompts(lengths), **GREEDY, max_new_tokens=12)
+        assert_identical(target, tiny_head(target), prompts(lengths), **GREEDY, max_new_tokens=12)
 
 
-def test_what_is_wrong_of_padded_rows_alone() -> None:
-    target = unknown(SeesOneMore, attention="sdpa")
+@pytest.mark.parametrize(
+    ("model_class", "right", "wrong", "words"),
+    [
+        (SeesOneMore, [[7], [9, 9]], [9, 3], r"trees of padded rows .* pass rows of one length"),
+        (MixesRows, [[7]], [9, 9], r"trees of several rows .* pass one row at a time"),
+    ],
+)
+def test_what_is_wrong_of_some_rows_alone(model_class: Any, right: Any, wrong: list[int], words: str) -> None:
+    target = unknown(model_class, attention="sdpa")
     head = tiny_head(target)
-    for lengths in ([7], [9, 9]):
+    for lengths in right:
         assert_identical(target, head, prompts(lengths), **GREEDY, max_new_tokens=12)
-    with pytest.raises(ValueError, match=r"trees of padded rows .* pass rows of one length"):
-        target.generate(**prompts([9, 3]), **GREEDY, max_new_tokens=12, assistant=head)
+    with pytest.raises(ValueError, match=words):
+        target.generate(**prompts(wrong), **GREEDY, max_new_tokens=12, assistant=head)
     assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=12)
 
 
-def test_what_is_wrong_of_several_rows_alone() -> None:
-    target = unknown(MixesRows)
-    head = tiny_head(target)
-    assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=12)
-    with pytest.raises(ValueError, match=r"trees of several rows .* pass one row at a time"):
-        target.generate(**prompts([9, 9]), **GREEDY, max_new_tokens=12, assistant=head)
-
-
-def test_autocast_rounds_more() -> None:
-    target = tiny_target("llama", dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        check_verification(target)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_roundings_of_the_largest_number(dtype: torch.dtype) -> None:
+    values = torch.linspace(-3, 5, 37, dtype=torch.float64)
+    one = values.to(dtype)
+    for share, is_rounding in ((0.9, True), (1.2, False)):
+        other = one.double().clone()
+        other[0] += share * allowance(dtype) * 5
+        assert same(one, other) == is_rounding
+        assert difference(one, other) <= allowance(dtype, noise=allowance(dtype))
+    assert coarsest(one, torch.float64) == dtype
+    assert coarsest(one.float(), torch.float64) == (torch.float32 if dtype == torch.float64 else dtype)
+    assert difference(one, one) == difference(torch.zeros(3), torch.zeros(3)) == 0
+    assert not same(one[:5], one)
+    assert not same(torch.where(one < 0, torch.nan, one), one)

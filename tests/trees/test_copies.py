@@ -15,8 +15,6 @@ from hf_dart.trees import copies
 from hf_dart.trees.copies import LONGEST, NOTHING, CopyLevels, RowCopies, TextIndex, best_size, with_copies
 from hf_dart.trees.costs import RoundCost
 
-# ---- the index --------------------------------------------------------------------------------------------
-
 
 def plain_matches(tokens: Sequence[int], ending: list[int]) -> dict[int, int]:
     """Every place of `tokens` after one that ends like `ending`, but for their own end, and the length of the match."""
@@ -74,21 +72,8 @@ def test_matches_are_those_of_a_plain_search(seed: int, monkeypatch: pytest.Monk
     assert found > 30
 
 
-def test_texts_are_added_as_token_by_token() -> None:
-    """The hashes of NumPy and of Python, and the chains through them, are the same."""
-    random = Random(0)
-    whole, single = TextIndex(512), TextIndex(512)
-    for text in texts_of(random, 60, 30):
-        whole._extend(np.array(text))
-        for token in text:
-            single.append(token)
-    assert whole.end == single.end > 2 * whole.capacity
-    parts = [(one.tokens, *one._prev, *one._head) for one in (whole, single)]
-    assert all(np.array_equal(one, other) for one, other in zip(*parts, strict=True))
-
-
 def test_the_oldest_tokens_make_room() -> None:
-    """Tokens that a ring has lost are no more found, also in a text longer than the ring; those that it holds are."""
+    """Tokens that a ring has lost are no more found, also in a text longer than the ring; a few of the latest are."""
     index = TextIndex(256)
     index.add(np.arange(1, 1000))
     assert index.matches([700, 701, 702], 2) == ([], [])
@@ -97,6 +82,11 @@ def test_the_oldest_tokens_make_room() -> None:
         index.append(first)
     assert index.matches([950, 951, 952], 2) == ([], [])
     assert index.matches([2100, 2101], 1) == ([[2102]], [2])
+    index = TextIndex(4096)
+    index.add(np.array([1, 2, 3, 4, 0] * 400))
+    rows, lengths = index.matches([1, 2, 3], 1)
+    assert len(rows) <= copies.TRIED + 1
+    assert set(lengths) == {3}
 
 
 def test_places_are_numbered_again_before_they_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,17 +101,6 @@ def test_places_are_numbered_again_before_they_overflow(monkeypatch: pytest.Monk
         wanted = plain_matches(plain[-256 + LONGEST :], text[-9:-1])
         assert set(lengths) <= set(wanted.values())
         assert max(lengths) == max(wanted.values())
-
-
-def test_a_few_latest_places_are_compared() -> None:
-    index = TextIndex(4096)
-    index.add(np.array([1, 2, 3, 4, 0] * 400))
-    rows, lengths = index.matches([1, 2, 3], 1)
-    assert len(rows) <= copies.TRIED + 1
-    assert set(lengths) == {3}
-
-
-# ---- trees of copies --------------------------------------------------------------------------------------
 
 
 class Texts:
@@ -173,11 +152,12 @@ def test_every_node_follows_a_match(seed: int) -> None:
     assert nodes > 60
 
 
-def test_a_loop_goes_on() -> None:
-    text = [5, 1, 2, 3, 1, 2, 3, 1, 2, 3]
-    found = paths_of(RowCopies(text).suggest(8))
-    assert (1, 2, 3, 1, 2, 3, 1, 2) in found
-    assert max(map(len, found)) == 8
+def test_loops_and_ends() -> None:
+    """A loop goes on, down to the depth that was asked for; after a token that ends the text nothing is copied."""
+    assert max(paths_of(RowCopies([5, 1, 2, 3, 1, 2, 3, 1, 2, 3]).suggest(8)), key=len) == (1, 2, 3, 1, 2, 3, 1, 2)
+    text = [1, 2, 3, 4, 5, 1, 2]
+    assert max(map(len, paths_of(RowCopies(text).suggest(4)))) == 4
+    assert set(paths_of(RowCopies(text).suggest(4, ends=[3]))) == {(3,)}
 
 
 def test_places_that_disagree_make_a_tree() -> None:
@@ -192,13 +172,8 @@ def test_places_that_disagree_make_a_tree() -> None:
     assert several[(6,)] > one[(6,)]
 
 
-def test_nothing_is_copied_after_an_end() -> None:
-    text = [1, 2, 3, 4, 5, 1, 2]
-    assert max(map(len, paths_of(RowCopies(text).suggest(4)))) == 4
-    assert set(paths_of(RowCopies(text).suggest(4, ends=[3]))) == {(3,)}
-
-
 def test_learns_how_often_copies_are_right() -> None:
+    """By cell, each token once: of a tree of two branches, one came, and then another token than its child."""
     chances = {}
     for right in (True, False):
         text = [1, 2, 3, 1, 2]
@@ -208,10 +183,6 @@ def test_learns_how_often_copies_are_right() -> None:
             text += [1, 2]
         chances[right] = row.suggest(4).totals[0]
     assert chances[True] > log(0.8) > chances[False]
-
-
-def test_what_was_right_is_counted_once_for_each_token() -> None:
-    """Counted by cell: of a tree of two branches, one came, and then another token than its child."""
     text = [1, 2, 3, 4, 9, 1, 2, 5, 9, 9, 1, 2]
     row = RowCopies(text)
     found = paths_of(row.suggest(2))
@@ -234,26 +205,15 @@ def test_a_text_that_outgrows_its_index_is_indexed_again() -> None:
     assert tuple(text[9:12]) in paths_of(row.suggest(3))
 
 
-# ---- in batches --------------------------------------------------------------------------------------------
-
-
 def test_levels_hold_the_tree_of_each_row() -> None:
+    """What leads from level to level is held against a plain search in test_growers.py."""
     random = Random(5)
     for _ in range(60):
         rows = [random_copies(random, random.randrange(12), 4) for _ in range(random.randrange(1, 4))]
         levels = CopyLevels.of(rows)
-        assert levels.ends[0] == 0
         for row, one in enumerate(rows):
-            steps, wanted = copied_steps(levels, row), paths_of(one)
-            assert set(steps) == set(wanted)
-            found = levels.steps[row][levels.parents[row] >= -1]
-            assert found == pytest.approx(list(steps.values()))
-            for depth in range(len(levels.ends)):
-                first = levels.ends[depth]
-                columns = dict(zip(steps, np.flatnonzero(levels.parents[row] >= -1), strict=True))
-                above = [columns.get(path[:depth], -1) for path in columns if len(path) > depth]
-                real = levels.parents[row, first:] >= -1
-                assert levels.above(depth)[row][real].tolist() == above
+            wanted = paths_of(one)
+            assert set(copied_steps(levels, row)) == set(wanted)
             tokens = levels.by_depth(3)[row]
             for depth in range(3):
                 distinct = [token for token in tokens[depth].tolist() if token >= 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -53,43 +52,35 @@ def refused(path: Path) -> str:
 def test_truncated_or_other_files(tmp_path: Path, table: NgramTable) -> None:
     content = table.path.read_bytes()
     broken = tmp_path / "broken"
-    for length in (0, 5, 8, 100, len(content) // 2, len(content) - 1):
-        broken.write_bytes(content[:length])
+    cut = [content[:length] for length in (0, 5, 8, 100, len(content) // 2, len(content) - 1)]
+    for other in (*cut, struct.pack("<Q", 2**62) + content[8:], content + b"more"):
+        broken.write_bytes(other)
         assert "cannot be read" in refused(broken)
-    broken.write_bytes(struct.pack("<Q", 2**62) + content[8:])
-    assert "cannot be read" in refused(broken)
-    broken.write_bytes(content + b"more")
-    assert "cannot be read" in refused(broken)
-    with pytest.raises(ValueError, match="There is no file"):
-        NgramTable.load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="There is no file"):
-        NgramTable.load(tmp_path)
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(ValueError, match="There is no file"):
+            NgramTable.load(path)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("name", "values", "message"),
     [
-        ("format", "other", "no n-gram table"),
-        ("version", "2", "version '2'"),
-        ("order", "4", "damaged"),
-        ("order", "60", "fits into 63 bits"),
-        ("order", "9" * 5000, "damaged"),
-        ("order", "three", "damaged"),
-        ("vocab_size", str(2**31), "fits into 63 bits"),
-        ("vocab_size", "12", "shapes and types"),
-        ("tokens", str(2**63), "damaged"),
-        ("tokens", "-1", "damaged"),
-        ("tokens", "7", "beyond the 7 of its corpus"),
-        ("min_counts", "1", "damaged"),
-        ("min_counts", "0,1", "damaged"),
-        ("min_counts", "1,x", "damaged"),
-        ("min_counts", "1,9", "below the 9 that it kept"),
+        ("format", ["other"], "no n-gram table"),
+        ("version", ["2"], "version '2'"),
+        ("order", ["4", "9" * 5000, "three"], "damaged"),
+        ("order", ["60"], "fits into 63 bits"),
+        ("vocab_size", [str(2**31)], "fits into 63 bits"),
+        ("vocab_size", ["12"], "shapes and types"),
+        ("tokens", [str(2**63), "-1"], "damaged"),
+        ("tokens", ["7"], "beyond the 7 of its corpus"),
+        ("min_counts", ["1", "0,1", "1,x"], "damaged"),
+        ("min_counts", ["1,9"], "below the 9 that it kept"),
     ],
 )
-def test_a_wrong_head(tmp_path: Path, table: NgramTable, name: str, value: str, message: str) -> None:
+def test_a_wrong_head(tmp_path: Path, table: NgramTable, name: str, values: list[str], message: str) -> None:
     header, data = parts(table.path)
-    header["__metadata__"][name] = value
-    assert re.search(message, refused(put_together(tmp_path / "broken", header, data)))
+    for value in values:
+        header["__metadata__"][name] = value
+        assert message in refused(put_together(tmp_path / "broken", header, data))
 
 
 def test_wrong_arrays(tmp_path: Path, table: NgramTable) -> None:

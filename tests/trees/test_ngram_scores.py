@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from math import exp, inf, log
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -16,7 +14,6 @@ from support.compare import assert_identical, run
 from support.ngrams import back_off, random_table, unpacked
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.trees import paths, plainly
-from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import DartHead, NgramTable, TreeConfig
@@ -33,23 +30,16 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> NgramTable:
     return random_table(tmp_path_factory.mktemp("table") / "table")
 
 
-# ---- lookups ----------------------------------------------------------------------------------------------
-
-
-def questions(vocabulary: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Contexts [R, C] and candidates [R, K], some of them no tokens of the table."""
-    generator = np.random.default_rng(seed)
-    return generator.integers(-1, vocabulary + 2, (200, width)), generator.integers(-1, vocabulary + 3, (200, 7))
-
-
 @pytest.mark.parametrize("order", [2, 3, 4])
 def test_many_at_once_give_the_probabilities_of_the_rule(tmp_path: Path, order: int) -> None:
+    """Some contexts and candidates are no tokens of the table."""
     table = random_table(tmp_path / "table", order)
     pruned = build([[1, 2, 3]], tmp_path / "pruned", order=order, vocab_size=VOCABULARY, min_counts=(9,))
     for one in (table, pruned):
         counts = unpacked(one)
         for width in range(order + 2):
-            contexts, candidates = questions(VOCABULARY, width, width)
+            generator = np.random.default_rng(width)
+            contexts, candidates = (generator.integers(-1, VOCABULARY + 2, (200, size)) for size in (width, 7))
             rows = list(zip(contexts.tolist(), candidates.tolist(), strict=True))
             wanted = [[back_off(counts, context, token, order) for token in row] for context, row in rows]
             assert one.probabilities(contexts, candidates).tolist() == wanted
@@ -57,17 +47,12 @@ def test_many_at_once_give_the_probabilities_of_the_rule(tmp_path: Path, order: 
             assert one.probabilities(contexts, candidates[0]).tolist() == wanted
 
 
-# ---- scores -----------------------------------------------------------------------------------------------
+TEXTS = [[30, 5, 17, 9, 24, 38, 6, 12, 21, 30, 5, 17, 9], [7], [5, 6, 5, 6, 5, 6, 5]]
 
 
-def trees(
-    head: Any, config: TreeConfig, noisy: bool, deepest: list[int], *processors: Any
-) -> list[set[tuple[int, ...]]]:
+def trees(head: Any, config: TreeConfig, noisy: bool, deepest: list[int], *processors: Any) -> list[set[Any]]:
     """Paths that grow from a random proposal for three rows of text."""
     generator = torch.Generator().manual_seed(3)
-    random = Random(1)
-    text = [random.randrange(3, 40) for _ in range(9)]
-    texts = [[*text, *text[:4]], [7], [5, 6, 5, 6, 5, 6, 5]]
     depth = config.depth or 4
     proposal = Proposal(
         2 * torch.randn(3, 4, VOCABULARY, dtype=torch.float64, generator=generator),
@@ -75,20 +60,14 @@ def trees(
     )
     proposal = Proposal(proposal.logits[:, :depth], proposal.hidden[:, :depth])
     gumbel = -torch.empty(3, 4, VOCABULARY).exponential_(1, generator=generator).log() if noisy else None
-    grower = TreeGrower(head, config, LogitsProcessorList(processors), texts, torch.device("cpu"))
+    grower = TreeGrower(head, config, LogitsProcessorList(processors), TEXTS, torch.device("cpu"))
     tree = grower(proposal, gumbel, deepest)
     return [paths(tree, row) for row in range(3)]
 
 
 def head_with(table: NgramTable | None, rank: int = 0) -> DartHead:
-    head = random_head(rank)
-    head.ngram = table
-    return head
-
-
-@cache
-def random_head(rank: int) -> DartHead:
     head = tiny_head(tiny_target("qwen3"), selector_rank=rank)
+    head.ngram = table
     generator = torch.Generator().manual_seed(5)
     if rank:
         with torch.no_grad():
@@ -119,22 +98,15 @@ def test_trees_are_those_of_a_plain_search(
 
 
 def test_scores_are_those_of_the_formula(table: NgramTable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best N of all paths, each scored on its own, word for word; the paper's in test_the_papers_trees.py."""
+    """The best N of all paths, each scored on its own, word for word; the paper's in test_growers.py."""
     head = head_with(table)
     nodes, depth, width, weight = 20, 3, 4, 0.7
     config = TreeConfig(nodes=nodes, depth=depth, top_k=width, beam=1000, lookup=0, ngram_weight=weight)
-    drafts: list[Tensor] = []
-
-    def remember(proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> None:
-        drafts.extend([candidates, scores])
-
-    monkeypatch.setattr(head, "transitions", remember)
+    drafts: list[Any] = []
+    monkeypatch.setattr(head, "transitions", lambda proposal, roots, *given: drafts.extend(given))
     found = trees(head, config, False, [9, 9, 9])
     candidates, alone = (part.tolist() for part in drafts)
-    random = Random(1)
-    text = [random.randrange(3, 40) for _ in range(9)]
-    histories = [[*text, *text[:4]], [7], [5, 6, 5, 6, 5, 6, 5]]
-    for row, history in enumerate(histories):
+    for row, history in enumerate(TEXTS):
         ranked = []
         growing: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
         for i in range(depth):
@@ -165,21 +137,6 @@ def test_what_is_no_candidate_stays_none(table: NgramTable) -> None:
         logits[:, :, 7] = 0
         tree = grower(Proposal(logits, torch.zeros(1, 4, 1)), None, [9])
         assert paths(tree, 0) == {(7,), (7, 7), (7, 7, 7), (7, 7, 7, 7)}
-
-
-def test_the_papers_tree_is_of_given_size() -> None:
-    config = TreeConfig.paper()
-    assert (config.nodes, config.top_k, config.beam, config.ngram_weight) == (60, 25, 20, 0.5)
-    for options, message in (
-        ({"scores": "paper"}, "give nodes"),
-        ({"scores": "other"}, "'survival' or 'paper'"),
-        ({"ngram_weight": -1}, "ngram_weight is -1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            TreeConfig(**options)
-
-
-# ---- decoding ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
@@ -225,9 +182,6 @@ def test_tables_of_other_tokenizers_are_refused(tmp_path: Path, table: NgramTabl
         DartHead.from_pretrained(str(PACKAGED_HEAD), ngram=hashed)
     head.ngram = None
     assert head.ngram is None
-
-
-# ---- commands ---------------------------------------------------------------------------------------------
 
 
 def test_generate_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,6 @@ from hf_dart.trees.ngram.table import MOST_COUNTED, NgramSpec
 @pytest.fixture
 def table(tmp_path: Path) -> NgramTable:
     return build(corpus(), tmp_path / "table", vocab_size=VOCABULARY)
-
-
-# ---- counting ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", [2, 3, 5])
@@ -53,8 +49,7 @@ def test_one_long_array_is_cut_behind_its_end_tokens(tmp_path: Path, chunk: int)
 def test_many_small_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tables are merged, keys range by range."""
     monkeypatch.setattr(ngram_build, "_MERGED_AT_ONCE", 40)
-    documents = corpus(documents=40)
-    lines: list[str] = []
+    documents, lines = corpus(documents=40), list[str]()
     table = build(documents, tmp_path / "table", vocab_size=VOCABULARY, chunk=50, progress=lines.append)
     assert unpacked(table) == by_hand(documents, 3)
     assert int(lines[-1].split()[-2]) > 10, "tables"
@@ -68,24 +63,13 @@ def words() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="d")
 
 
-@pytest.mark.parametrize("kind", ["texts", "rows", "stream", "ids"])
-def test_texts_and_data_sets(tmp_path: Path, kind: str) -> None:
-    texts = ["a b c a b", "b", "c a b c z"]
-    ids = [[1, 2, 3, 1, 2, 0], [2, 0], [3, 1, 2, 3, 4, 0]]
-    documents: Any = texts
-    if kind == "rows":
-        documents = [{"text": text, "label": 1} for text in texts]
-    elif kind == "ids":
-        documents = [{"text": row} for row in ids]
-    elif kind == "stream":
-        datasets = pytest.importorskip("datasets")
+TEXTS, IDS = ["a b c a b", "b", "c a b c z"], [[1, 2, 3, 1, 2, 0], [2, 0], [3, 1, 2, 3, 4, 0]]
 
-        def rows() -> Iterator[dict[str, str]]:
-            yield from ({"text": text} for text in texts)
 
-        documents = datasets.IterableDataset.from_generator(rows)
-    table = build(documents, tmp_path / "table", order=4, tokenizer=words(), eos=0, chunk=4)
-    assert unpacked(table) == by_hand(ids, 4)
+@pytest.mark.parametrize("rows", [[{"text": one, "label": 1} for one in TEXTS], [{"text": ids} for ids in IDS], TEXTS])
+def test_texts_and_data_sets(tmp_path: Path, rows: Any) -> None:
+    table = build(iter(rows), tmp_path / "table", order=4, tokenizer=words(), eos=0, chunk=4)
+    assert unpacked(table) == by_hand(IDS, 4)
     assert table.spec == NgramSpec(4, 5, vocabulary_hash(words()))
 
 
@@ -98,7 +82,9 @@ def test_what_cannot_be_counted(tmp_path: Path) -> None:
         ([], {"vocab_size": 5}, "nothing to count"),
         (["a"], {"vocab_size": 5}, "give tokenizer="),
         ([[0.5]], {"vocab_size": 5}, "neither a text nor"),
-        ([[1]], {"vocab_size": 5, "order": 22}, "give 2 to 21"),
+        ([[1]], {"vocab_size": 5, "order": 22}, "give 2 to 21, so that an n-gram fits into 63 bits"),
+        ([[1]], {"vocab_size": 2**21 + 1, "order": 3}, "give 2 to 2, so that"),
+        ([[1]], {"vocab_size": 5, "order": 1}, "give 2 to 21"),
         ([[1]], {"vocab_size": 5, "min_counts": (3, 2)}, "none smaller than the one before"),
         ([[1]], {"vocab_size": 5, "min_counts": (1, 2, 3)}, "up to 2 numbers"),
     ):
@@ -107,17 +93,7 @@ def test_what_cannot_be_counted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="There is no folder"):
         build([[1]], tmp_path / "nowhere" / "table", vocab_size=5)
     assert not list(tmp_path.iterdir())
-
-
-def test_orders_that_fit_into_63_bits() -> None:
     assert NgramSpec(3, 2**21).bits == 21
-    assert NgramSpec(4, 6144).bits == 13
-    for order, vocabulary in ((3, 2**21 + 1), (4, 151936), (5, 6144), (1, 10)):
-        with pytest.raises(ValueError, match="so that an n-gram fits into 63 bits"):
-            NgramSpec(order, vocabulary)
-
-
-# ---- merging, pruning -------------------------------------------------------------------------------------
 
 
 def test_merged_shards_are_the_whole(tmp_path: Path) -> None:
@@ -126,6 +102,10 @@ def test_merged_shards_are_the_whole(tmp_path: Path) -> None:
     shards = [build(documents[n::3], tmp_path / f"shard{n}", vocab_size=VOCABULARY).path for n in range(3)]
     merged = merge(shards, tmp_path / "merged")
     assert merged.path.read_bytes() == whole.path.read_bytes()
+    for name, options in (("order", {"order": 4}), ("vocabulary", {"vocab_size": VOCABULARY + 1})):
+        other = build(documents, tmp_path / name, **{"vocab_size": VOCABULARY, **options})
+        with pytest.raises(ValueError, match="not counted alike"):
+            merge([whole.path, other.path], tmp_path / "merged")
 
 
 def test_pruned(tmp_path: Path) -> None:
@@ -137,14 +117,6 @@ def test_pruned(tmp_path: Path) -> None:
     assert pruned.min_counts == (1, 3, 3)
     assert merge([full.path], tmp_path / "again", min_counts=(1, 3)).path.read_bytes() == pruned.path.read_bytes()
     assert merge([pruned.path], tmp_path / "kept").min_counts == (1, 3, 3)
-
-
-def test_tables_that_do_not_belong_together(tmp_path: Path) -> None:
-    left = build(corpus(), tmp_path / "left", vocab_size=VOCABULARY)
-    for name, options in (("order", {"order": 4}), ("vocabulary", {"vocab_size": VOCABULARY + 1})):
-        right = build(corpus(), tmp_path / name, **{"vocab_size": VOCABULARY, **options})
-        with pytest.raises(ValueError, match="not counted alike"):
-            merge([left.path, right.path], tmp_path / "merged")
 
 
 def test_shards_pruned_in_different_ways(tmp_path: Path) -> None:
@@ -161,30 +133,20 @@ def test_shards_pruned_in_different_ways(tmp_path: Path) -> None:
 
 def test_counts_stop_at_their_largest(tmp_path: Path, table: NgramTable) -> None:
     """Shards of a corpus so large that uint32 is too small; single tokens are counted on."""
-    shard = forged(table, tmp_path / "shard", factor=10**9)
-    merged = merge([shard] * 5, tmp_path / "merged")
-    counts = by_hand(corpus(), 3)
+    writer, factor = ngram_build.TableWriter(tmp_path, table.spec), 10**9
+    writer.unigrams += table.unigrams * factor
+    for order, (keys, counts) in enumerate(zip(table.keys, table.counts, strict=True), start=2):
+        writer.append(order, keys, counts.astype(np.int64) * factor)
+    writer.finish(tmp_path / "shard", table.tokens * factor, table.min_counts)
+    merged = merge([tmp_path / "shard"] * 5, tmp_path / "merged")
     expected = {
-        ngram: count * 5 * 10**9 if len(ngram) == 1 else min(5 * min(count * 10**9, MOST_COUNTED), MOST_COUNTED)
-        for ngram, count in counts.items()
+        ngram: count * 5 * factor if len(ngram) == 1 else min(5 * min(count * factor, MOST_COUNTED), MOST_COUNTED)
+        for ngram, count in by_hand(corpus(), 3).items()
     }
     assert unpacked(NgramTable.load(merged.path)) == expected
     contexts = np.array([[a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
     shares = merged.probabilities(contexts, np.tile(np.arange(VOCABULARY), (len(contexts), 1)))
     assert 0 <= shares.min() < shares.max() <= 1
-
-
-def forged(table: NgramTable, path: Path, factor: int) -> Path:
-    """The table of a corpus repeated `factor` times."""
-    writer = ngram_build.TableWriter(path.parent, table.spec)
-    writer.unigrams += table.unigrams * factor
-    for order, (keys, counts) in enumerate(zip(table.keys, table.counts, strict=True), start=2):
-        writer.append(order, keys, counts.astype(np.int64) * factor)
-    writer.finish(path, table.tokens * factor, table.min_counts)
-    return path
-
-
-# ---- lookup -----------------------------------------------------------------------------------------------
 
 
 def test_copies_share_the_file(table: NgramTable) -> None:
@@ -194,14 +156,3 @@ def test_copies_share_the_file(table: NgramTable) -> None:
     assert unpacked(again) == unpacked(table)
     with pytest.raises(ValueError, match="read-only"):
         table.keys[0][0] = 0
-
-
-def test_fits_by_hash_else_by_size(table: NgramTable, tmp_path: Path) -> None:
-    table.check_vocabulary(None, VOCABULARY)
-    table.check_vocabulary("other", VOCABULARY + 3)
-    with pytest.raises(ValueError, match="another tokenizer"):
-        table.check_vocabulary(None, VOCABULARY - 1)
-    hashed = build(["a b c"], tmp_path / "hashed", tokenizer=words())
-    hashed.check_vocabulary(vocabulary_hash(words()), 3)
-    with pytest.raises(ValueError, match="another tokenizer"):
-        hashed.check_vocabulary("0123456789abcdef", 5)

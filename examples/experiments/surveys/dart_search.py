@@ -4,7 +4,7 @@
 
 Both get the packaged head's drafts after many beginnings of a text, and the n-grams of another text. Prints how many
 trees are the same; exits with 1 unless all are. With `--record FILE` the first cases are kept there, for
-`tests/trees/test_the_papers_trees.py`, which needs neither.
+`tests/trees/test_growers.py`, which needs neither.
 """
 
 from __future__ import annotations

@@ -19,19 +19,11 @@ def by_levels(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run a mixer over the nodes of a tree: level by level, each node as stock's own single-token step.
+    """Run a mixer's own forward over the nodes of a tree: level by level, each node as stock's own single-token step.
 
     This is right for every mixer whose single steps are. A faster form for some families is held against this one
-    before it is used (`hf_dart.models.running_states.families`).
-
-    Args:
-        slots: where the cache keeps the states of the mixer.
-        forward: the module's own forward.
-        cache: among the arguments; its states are not written to.
-        args, kwargs: the arguments; tensors [B, N, ...] among them are by node.
-
-    Returns:
-        The module's outputs, in which tensors are [B, N, ...].
+    before it is used (`hf_dart.models.running_states.families`). Tensors [B, N, ...] among the arguments and the
+    outputs are by node; the cache is one of the arguments, and its states in `slots` are not written to.
     """
     levels = cache.states.levels
     on_host = levels(torch.device("cpu"))

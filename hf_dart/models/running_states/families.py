@@ -1,8 +1,7 @@
 """Families whose modules take a tree at once: how each is put together from a convolution and a gated delta rule.
 
 The projections, gates and norms are the module's own; what is written down here is the order in which its forward calls
-them. It is used where it gives what levels give, which is tried once per target: a release that changes a module, or a
-user who patches one, has it run by levels.
+them. It is used where it gives what levels give, which is tried once per target.
 """
 
 from __future__ import annotations
@@ -110,15 +109,9 @@ _FAMILIES: dict[str, Family] = {
 
 
 def family_of(module: nn.Module, slots: tuple[StateSlot, ...], cache: Cache, width: int) -> Family | None:
-    """Return what takes a tree at once in a mixer; None where that is not what levels give.
+    """Return what takes a tree at once in a mixer with hidden states of that width; None if not as levels do.
 
-    Tried on random inputs, states and commits.
-
-    Args:
-        module: a mixer; it is not changed.
-        slots: of its states.
-        cache: a stock cache with states in them.
-        width: of its hidden states.
+    Tried on random inputs, states and commits. `cache` is a stock cache with states in the mixer's slots.
     """
     family = _FAMILIES.get(type(module).__name__)
     if family is None or forward_before(module) is not None:

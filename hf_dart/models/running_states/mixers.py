@@ -23,7 +23,6 @@ from hf_dart.models.stock_steps import StockSteps
 
 _TOKENS = 4
 
-
 # Per model, by its identity: names of its mixers, their slots, and what takes trees at once.
 _Found = list[tuple[str, tuple[StateSlot, ...], Family | None]]
 _found: WeakKeyDictionary[Any, tuple[Any, _Found]] = WeakKeyDictionary()
@@ -31,11 +30,7 @@ _found: WeakKeyDictionary[Any, tuple[Any, _Found]] = WeakKeyDictionary()
 
 @torch.no_grad()
 def mixers_of(model: PreTrainedModel) -> list[Mixer]:
-    """Return the outermost modules that ask a cache for running states; one forward finds them, once.
-
-    Raises:
-        ValueError: one of them keeps keys and values, too.
-    """
+    """Return the outermost modules that ask a cache for running states; one forward finds them, once."""
     now = identity(model)
     if model not in _found or _found[model][0] != now:
         _found[model] = now, _names_of(model)

@@ -24,11 +24,7 @@ MOST = 128
 
 
 class Nodes:
-    """The tree that a module is to take, as one convolution and at most one rule see it.
-
-    Attributes:
-        after: what states are after any node of those that were run.
-    """
+    """The tree that a module is to take, as one convolution and at most one rule see it; `after` is what they leave."""
 
     def __init__(self, slots: Sequence[StateSlot], held: RunningStates) -> None:
         self._slots = {slot.kind: slot for slot in slots}
@@ -57,21 +53,14 @@ Family = Callable[[Any, Tensor, Nodes], Tensor]
 
 @dataclass(eq=False)
 class Mixer:
-    """A module that keeps running states, such as a linear attention; called, it is the module's forward for trees.
-
-    Attributes:
-        module: what runs.
-        slots: where the cache keeps its states.
-        family: takes trees at once; None where they go level by level.
-        users: calls that verify trees at this moment, in all threads, while it stands in the module's instance.
-        before: what the instance had there; None if its class's.
-    """
+    """A module that keeps running states, such as a linear attention; called, it is the module's forward for trees."""
 
     module: nn.Module
-    slots: tuple[StateSlot, ...]
-    family: Family | None = None
+    slots: tuple[StateSlot, ...]  # where the cache keeps its states
+    family: Family | None = None  # takes trees at once; None where they go level by level
+    # Calls that verify trees at this moment, in all threads, while it stands in the module's instance.
     users: int = field(default=0, init=False)
-    before: Any = field(default=None, init=False)
+    before: Any = field(default=None, init=False)  # what the instance had there; None if its class's
 
     def __post_init__(self) -> None:
         self._forward = self.module.forward

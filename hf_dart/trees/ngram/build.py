@@ -136,14 +136,10 @@ def _ids(documents: Iterable[Any], column: str, tokenizer: Any, eos: int | None)
 
 
 def _chunks(rows: Iterable[Array], end: int | None, size: int, order: int) -> Iterator[tuple[Array, Array]]:
-    """Tokens [T] of at least `size` tokens at a time, but for the last, and `room` [T].
+    """Tokens [T] of rows, at least `size` at a time but for the last, and `room` [T].
 
     `room` says how long an n-gram may be that begins at a place: up to the end of its document, at most `order`; 0 for
-    tokens that follow in the next chunk again.
-
-    Args:
-        rows: token ids of documents, which may be memory-mapped.
-        end: token that ends a document within a row; None for rows of one document.
+    tokens that follow in the next chunk again. `end` is the token that ends a document within a row, if one does.
     """
     parts: list[tuple[Array, Array]] = []
     filled = 0
@@ -216,16 +212,11 @@ def _added_up(parts: Sequence[tuple[Array, Array]]) -> Iterator[tuple[Array, Arr
 
 
 class TableWriter:
-    """Writer of a table, piece by piece: safetensors' own writers take whole tensors in memory.
-
-    Attributes:
-        unigrams: [V] int64, to be filled in.
-        lengths: n-grams so far, per order from 2 on.
-    """
+    """Writer of a table, piece by piece: safetensors' own writers take whole tensors in memory."""
 
     def __init__(self, folder: Path, spec: NgramSpec) -> None:
-        self.unigrams = np.zeros(spec.vocab_size, dtype=np.int64)
-        self.lengths = [0] * (spec.order - 1)
+        self.unigrams = np.zeros(spec.vocab_size, dtype=np.int64)  # to be filled in
+        self.lengths = [0] * (spec.order - 1)  # n-grams so far, per order from 2 on
         self._folder, self._spec = folder, spec
 
     def append(self, order: int, keys: Array, counts: Array) -> None:
@@ -276,11 +267,7 @@ def _check_min_counts(spec: NgramSpec, min_counts: Sequence[int]) -> tuple[int, 
 
 
 def folder_of(path: Path) -> Path:
-    """Folder that a table is to be written to.
-
-    Raises:
-        ValueError: there is none, or `path` is a folder itself.
-    """
+    """Return the folder that a table is to be written to, or raise."""
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder} to write the table to.")

@@ -266,10 +266,6 @@ def write_metadata(spec: NgramSpec, tokens: int, min_counts: Sequence[int]) -> d
 def _tokens_below(keys: Array, order: int, spec: NgramSpec) -> bool:
     """Return True if every token of the keys is in 0..V-1."""
     # The first token has all higher bits, so that the sign and what lies beyond the key are looked at too.
-    first = keys >> ((order - 1) * spec.bits)
-    if not bool(((first >= 0) & (first < spec.vocab_size)).all()):
-        return False
-    if spec.vocab_size == 1 << spec.bits:
-        return True
-    mask = (1 << spec.bits) - 1
-    return all(bool((((keys >> (place * spec.bits)) & mask) < spec.vocab_size).all()) for place in range(order - 1))
+    first, mask = keys >> ((order - 1) * spec.bits), (1 << spec.bits) - 1
+    others = ((keys >> (place * spec.bits)) & mask for place in range(order - 1))
+    return bool((first >= 0).all()) and all(bool((tokens < spec.vocab_size).all()) for tokens in (first, *others))
