@@ -51,15 +51,9 @@ class SlotStore:
     They share one storage, so that a commit moves the entries of all layers at once. The capacity doubles when it is
     outgrown, up to `most` where that is known.
 
-    Layers with a sliding window need the last positions of each row alone. What no row needs any more makes room for
-    what comes, so that such layers cost memory and time for their window, however long the text; a row that has ended
-    keeps what it saw, and with it all that follows.
-
-    Args:
-        storage: [buffers, B, heads, capacity, head_dim] zeros.
-        most: slots that will be needed at most, if that is known.
-        window: how many positions a query attends to, its own included; None if all.
-        first: position in slot 0.
+    Layers with a sliding `window` need the last positions of each row alone. What no row needs any more makes room for
+    what
+    comes; a row that has ended keeps what it saw, and with it all that follows.
 
     Attributes:
         shown: first position that queries are shown; masks hide more of them.
@@ -131,11 +125,9 @@ class SlotStore:
         return self.buffer(index).narrow(2, self.shown - self.first, end - self.shown)
 
     def write(self, index: int, values: Tensor, positions: Tensor | int) -> Tensor:
-        """Write `values` [B, heads, Q, head_dim] at `positions` and return the whole buffer.
+        """Write `values` [B, heads, Q, head_dim] and return the whole buffer.
 
-        Args:
-            positions: the first of Q consecutive ones that all rows share, or [B, Q] one per entry, in stores
-                without a window.
+        `positions` is the first of Q consecutive ones that all rows share, or, in stores without a window, [B, Q].
         """
         buffer = self.buffer(index)
         if values.dtype != buffer.dtype:  # under autocast, projections are of another
@@ -198,10 +190,7 @@ def unseen_by(lengths: Tensor, window: int | None, slack: int) -> int:
 class SlotLayer(CacheLayerMixin):
     """One attention layer of a `SlotCache`, as a forward of transformers takes it.
 
-    Args:
-        owner: the cache.
-        parts: the store of the layer's keys and their number in it, and those of its values; left out, stores are made
-            for the first ones that are written.
+    `parts` are the store of its keys and their number in it, and those of its values; without, `update` makes stores.
     """
 
     is_compileable = False
@@ -252,14 +241,9 @@ class SlotLayer(CacheLayerMixin):
 class SlotCache:
     """Keys and values of B rows, in stores that several layers share.
 
-    Args:
-        lengths: [B] committed entries per row, on the device on which rounds count them.
-        capacity: slots to make room for at first.
-        most: slots that will be needed at most, if that is known.
-
     Attributes:
         cache: goes into a forward of transformers.
-        lengths: [B] committed entries per row.
+        lengths: [B] committed entries per row, on the device on which rounds count them.
         counted: [B] the same on the host, so that the device need not be asked.
         fixed: shapes do not follow the text, for rounds that are compiled: every slot is shown.
         start: slot before which entries are committed, in the longest row; new ones of all rows are written from there.
@@ -292,12 +276,7 @@ class SlotCache:
         return cache
 
     def like(self, lengths: Tensor, capacity: int, zeros: Zeros | None = None) -> Self:
-        """Make one with stores of the same shapes, without windows.
-
-        Args:
-            lengths, capacity: as above.
-            zeros: makes the storage, by a name, a shape, a dtype and a device; by default each has memory of its own.
-        """
+        """Make one with stores of the same shapes, without windows."""
         other = type(self)(lengths, capacity)
         for number, store in enumerate(self.stores):
             assert store.window is None
@@ -384,8 +363,8 @@ class SlotCache:
         """Make room for new entries after the committed ones of each row, `most` of them if that is more.
 
         Returns:
-            The positions [B, Q] of the entries; the slots that they are written to, or the first of them where rows
-            have them in common; how many slots are looked at.
+            Positions [B, Q]; the slots to write to, or the first of them where rows have them in common; the end of all
+                slots.
         """
         positions = self.lengths[:, None] + torch.arange(entries, device=self.lengths.device)
         if not self.fixed:

@@ -1,9 +1,8 @@
 """Running states: what linear attention, Mamba and short convolutions keep of the text in place of its entries.
 
-A state holds the whole text before it, so that a rejected draft cannot be cut off it. Every node of a tree is
-therefore computed from its parent's state (`hf_dart.models.running_states`), and a commit takes the state of the last
-accepted node. Nothing is written into committed states: those after the prompt stay as stock's cache has
-them until it is written back, and are what a row goes back to that has gone too far.
+A state holds the whole text before it, so that a rejected draft cannot be cut off it: every node of a tree is computed
+from its parent's state (`hf_dart.models.running_states`), and a commit takes the state of the last accepted node.
+Committed states are not written into: those after the prompt are what a row goes back to that has gone too far.
 """
 
 from __future__ import annotations
@@ -21,13 +20,7 @@ from hf_dart.trees.tree import DraftTree
 
 
 class StateSlot(NamedTuple):
-    """The place of one running state [B, ...] in a stock cache.
-
-    Attributes:
-        layer: index of its layer.
-        kind: "conv_states" or "recurrent_states".
-        number: which of the layer's.
-    """
+    """The place of one running state [B, ...] in a stock cache; `kind` is "conv_states" or "recurrent_states"."""
 
     layer: int
     kind: str
@@ -148,13 +141,7 @@ class RunningStates:
 
 
 class FixedStates(RunningStates):
-    """Running states of B rows in buffers that stay where they are; they are taken from node states at a given moment.
-
-    Args:
-        like: the states of a call.
-        batch: B.
-        zeros: makes the storage of a name, shape, type and device.
-    """
+    """Running states of B rows in buffers that stay where they are, of the shapes of those of a call."""
 
     def __init__(self, like: RunningStates, batch: int, zeros: Callable[..., Tensor]) -> None:
         super().__init__(
@@ -187,13 +174,7 @@ def _emptied(layer: Any) -> Any:
 
 
 class StatefulCache(Cache):
-    """A cache for verifying trees: attention layers that take nodes, and running states that are lent, not written.
-
-    Args:
-        layers: those of the attention; where only states are kept, empty layers stand.
-        stock: the cache that was prefilled.
-        states: of its rows.
-    """
+    """A cache for verifying trees: attention layers that take nodes, and running states that are lent, not written."""
 
     def __init__(self, layers: Iterable[Any], stock: Cache, states: RunningStates) -> None:
         self.states = states

@@ -33,16 +33,12 @@ class TargetCache:
     Args:
         prefilled: the stock cache after prefill; all its entries belong to the prompt.
         pads: left padding per row.
-        capacity: positions to make room for at first.
+        capacity, most: positions to make room for at first, and that will be needed at most, if that is known.
         keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
-        most: positions that the call will need at most, if that is known.
         windows: how many positions each attention layer's queries attend to, as far as that need not be all.
 
     Attributes:
         cache: goes into the target's forward.
-        stock: transformers' cache, which all of it goes back to (`write_back`).
-        entries: keys and values.
-        states: running states, if the target keeps any.
         prompt_lengths: [B] entries per row after prefill, on the CPU.
     """
 
@@ -114,10 +110,7 @@ class TargetCache:
     ) -> Self:
         """Make an empty one on fixed shapes for B rows: T slots for the text, and N after them for a tree.
 
-        Args:
-            batch_size, slots, nodes: B, T and N. Smaller trees stand in the last slots, too.
-            device: on which rounds count entries.
-            memory_of: makes storage, by the name of its owner.
+        Smaller trees stand in the last slots, too. `memory_of` makes storage, by the name of its owner.
         """
         entries = self.entries.as_fixed(batch_size, slots + nodes, device, memory_of("target"))
         states = None if self.states is None else FixedStates(self.states, batch_size, memory_of("states"))

@@ -65,11 +65,7 @@ def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
 
 
 def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
-    """Return the path or id of the head, as its adapters will name it, and its revision.
-
-    Raises:
-        ValueError: it does not lie there as it is now, or adapters cannot name the place.
-    """
+    """Return the path or id of the head, as its adapters will name it, and its revision."""
     name, subfolder = head.name_or_path, head._place.get("subfolder")
     folder = Path(name, subfolder or "")
     if name and folder.is_dir():
@@ -104,10 +100,8 @@ def _inject(
 ) -> None:
     """Put an adapter on a head and make it the active one: all of it or nothing.
 
-    Args:
-        what: its config is called in messages.
-        seed: of its initial weights.
-        fill: gives it others; nothing is allocated before, as sizes come from a file.
+    `what` is its config in messages; `fill` gives it weights, and nothing is allocated before, as sizes come from a
+    file.
     """
     if name in peft_configs(head):
         raise ValueError(f"This head has an adapter {name!r} already; give another name.")
@@ -227,11 +221,7 @@ def _base_named(
 
 
 def _take_settings(head: Any, path: str, content: dict[str, Any], **where: Any) -> None:
-    """Draft what the adapter in `path` was trained to draft, and as its config.json says.
-
-    Raises:
-        ValueError: the file describes no head.
-    """
+    """Draft what the adapter in `path` was trained to draft, and as its config.json says."""
     with refused(f"The config.json in {path}", "fetch it again"):
         config = type(head.config).from_dict({**head.config.to_dict(), **content})
         head.tree_config = TreeConfig(**config.tree)
@@ -276,11 +266,7 @@ def read(head: TrainedDrafter, state: dict[str, Tensor], path: str, name: str, n
 
 
 def reread(head: TrainedDrafter, folder: str) -> None:
-    """Give the active adapter the weights of one of its checkpoints.
-
-    Raises:
-        ValueError: they are damaged, or those of an adapter of another shape.
-    """
+    """Give the active adapter the weights of one of its checkpoints."""
     _check_base(head, folder)
     read(head, read_state(folder), folder, head.active_adapters()[0])
 

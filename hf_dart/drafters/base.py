@@ -215,12 +215,8 @@ class Drafter(_Plain, ABC, Generic[State]):
 
         Args:
             model: the target.
-            input_ids: [B, P] as `generate` has prepared them.
+            input_ids: [B, P] as `generate` has prepared them, as is the rest.
             tree_config: replaces that of the drafter for this call.
-            kwargs: the rest of what `generate` has prepared.
-
-        Returns:
-            What `model.generate` returns.
 
         Raises:
             ValueError: something was asked for that could not equal stock's output.

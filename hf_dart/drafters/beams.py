@@ -72,12 +72,9 @@ class View:
 
     @classmethod
     def of_level(cls, state: SlotCache, level: int, sees: Tensor) -> View:
-        """Return the view of W tokens drafted at depth `level`, which attend to the verified ones and to their path.
+        """Return the view of W tokens drafted at depth `level`, which attend to verified ones and to their path.
 
-        Args:
-            state: the cache; the drafted entries of each level follow its verified ones, W by W.
-            level: from 1.
-            sees: [B, W, level W], as `BeamDrafter.draft_level` has it.
+        Drafted entries of each level follow the verified ones, W by W; `sees` is as for `BeamDrafter.draft_level`.
         """
         lengths = state.lengths
         sees = sees.to(lengths.device)

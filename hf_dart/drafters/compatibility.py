@@ -35,16 +35,7 @@ def unwrapped(model: Any) -> Any:
 
 
 def check_compatible(config: Any, target: PreTrainedModel, tokenizer: Any = None) -> None:
-    """Compare a drafter's config with a target and, where one is known, its tokenizer.
-
-    Args:
-        config: a `DrafterConfig`.
-        target: a causal LM.
-        tokenizer: of the target; None looks for it in the folder of the target's weights.
-
-    Raises:
-        ValueError: the widths, layers or vocabulary differ; the message names both sides.
-    """
+    """Raise a `ValueError` that names both sides if a drafter's config does not fit a target or its tokenizer."""
     made_for = config.made_for
     embeddings, lm_head = target.get_input_embeddings(), lm_head_of(target)
     if embeddings is None or lm_head is None:

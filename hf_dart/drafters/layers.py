@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.drafters.base_config import DrafterConfig
+from hf_dart.drafters.base_config import DrafterConfig, HeadConfig
 from hf_dart.models.attention import attend_in_groups
 
 KeyValueWriter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -19,14 +19,7 @@ KeyValueWriter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def memory(state: SlotCache, layer: int, slots: Tensor | int, keys: slice) -> KeyValueWriter:
-    """Return a function that writes a layer's new keys and values into a cache and returns those that are seen.
-
-    Args:
-        state: the cache.
-        layer: its number.
-        slots: [B, Q] of the new entries, or the first of consecutive ones.
-        keys: the slots that are seen.
-    """
+    """Return a function that writes a layer's new keys and values to `slots` and returns those of slots `keys`."""
 
     def remember(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         written = state.store.write(2 * layer, key, slots), state.store.write(2 * layer + 1, value, slots)
@@ -115,15 +108,11 @@ class DartMLP(nn.Module):
 
 
 class DartLayer(nn.Module):
-    """A decoder layer; the first one may attend over (embedding, features) pairs of width E + H.
+    """A decoder layer; the first one may attend over (embedding, features) `pairs` of width E + H.
 
-    Args:
-        config: the widths.
-        pairs: attend over pairs.
-        normed: has a norm of its own in front of its attention; what it reads is as it should be otherwise, as are the
-            two halves of pairs, which are normed apart (section 3.1).
-        mlp_bias: the MLP has biases.
-        attention: what its attention has besides plain projections, as `DartAttention` takes it.
+    A `normed` one has a norm of its own in front of its attention; the two halves of pairs are normed apart (section
+    3.1).
+    `attention` is what its attention has besides plain projections.
     """
 
     def __init__(
@@ -135,6 +124,12 @@ class DartLayer(nn.Module):
         self.self_attn = DartAttention(config, width, **attention)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DartMLP(config, bias=mlp_bias)
+
+    @classmethod
+    def of(cls, config: HeadConfig, *, pairs: bool, normed: bool) -> Self:
+        """Make a layer with the biases and norms that a head's config asks for."""
+        attention = {"bias": config.attention_bias, "output_bias": config.output_bias, "qk_norm": config.qk_norm}
+        return cls(config, pairs=pairs, normed=normed, mlp_bias=config.mlp_bias, **attention)
 
     def forward(
         self,

@@ -37,16 +37,8 @@ def load_published(
     """Return a drafter of ours with the weights of a published head, for a target that it fits.
 
     Args:
-        drafter_class: an `EagleDrafter` or a `DartHead`.
-        path: a folder or a Hub repository.
-        content: of its config.json.
-        target, tokenizer, where: as for `TrainedDrafter.from_pretrained`.
         read: what its config.json says, as `read_published` or `read_original` read it.
         layers: from the name of a weight of the drafter to that in a network with `layers.N`.
-
-    Raises:
-        ValueError: the head does not fit the target, or the files are not those of one; the message says what differs.
-        OSError: there are no such files, or the Hub does not give them.
     """
     if target is None:
         found = original_format(content) or eagle3_format(content) or JOINED
@@ -83,12 +75,7 @@ def load_published(
 
 
 def note_origin(config: Any, path: str, **where: Any) -> Any:
-    """Keep in a drafter's config, which is returned, where it comes from and its licence, as its card will say.
-
-    Args:
-        path: a folder or a Hub repository.
-        where: revision, token, ...
-    """
+    """Keep in a drafter's config, which is returned, where it comes from and its licence, as its card will say."""
     config.origin = path if not Path(path).is_dir() else Path(path).resolve().name
     config.origin_license = published_license(path, **where)
     return config

@@ -326,18 +326,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
 
 
 def attach_to(drafter: Any, target: PreTrainedModel, tokenizer: Any, dtype: torch.dtype | None = None) -> Any:
-    """Bind a drafter to `target`, move it to the device and dtype of its LM head (or `dtype`), and attach the target.
-
-    Args:
-        drafter: a [`TrainedDrafter`]; it is returned.
-        target: a causal LM.
-        tokenizer: of the target, as for `bind`.
-        dtype: of the drafter's weights.
-
-    Raises:
-        TypeError: `target` is no model.
-        ValueError: the drafter was made for another target, or the target cannot verify trees exactly.
-    """
+    """Bind a drafter to `target`, move it to its LM head's device and dtype (or `dtype`), and attach the target."""
     unwrapped(target)
     drafter.bind(target, tokenizer)
     lm_head = lm_head_of(target)

@@ -20,11 +20,7 @@ _PLACEHOLDER = re.compile(r"reserved|unused|mask", re.IGNORECASE)
 
 
 def checked(tokens: Any, vocab_size: int) -> Tensor:
-    """`tokens` as a draft vocabulary [M] of ascending int64 ids.
-
-    Raises:
-        ValueError: it is empty, or names tokens twice or beyond the vocabulary.
-    """
+    """Return `tokens` as a draft vocabulary [M] of ascending int64 ids, or raise a `ValueError` if they are none."""
     ids = torch.as_tensor(tokens, dtype=torch.long).flatten().sort().values.cpu()
     if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(

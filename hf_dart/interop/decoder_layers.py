@@ -22,15 +22,7 @@ _OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "m
 
 
 def read_widths(layer: Fields, head_dim: int | None = None) -> dict[str, Any]:
-    """Return the widths of a decoder layer, by the names that transformers and our configs have for them.
-
-    Args:
-        layer: its fields.
-        head_dim: if it is known better than by its field.
-
-    Raises:
-        ValueError: one is missing or out of range, or heads of queries do not share those of keys and values.
-    """
+    """Return the widths of a decoder layer by our names; a `head_dim` that is known better is not asked for."""
     heads = layer.integer("num_attention_heads", 1, 4096)
     kv_heads = layer.integer("num_key_value_heads", 1, heads, heads)
     hidden = layer.integer("hidden_size", 2, 2**20)
@@ -62,13 +54,7 @@ def read_vocabulary(fields: Fields, layer: Fields) -> dict[str, Any]:
 def read_windows(layer: Fields, layers: int, *, by_depth: bool = False) -> list[int | None]:
     """Return the window of each layer, None where it attends to everything.
 
-    Args:
-        layer: fields.
-        layers: how many there are.
-        by_depth: without `layer_types` the upper layers have the window, as in Qwen's configs; else none has.
-
-    Raises:
-        ValueError: a layer is of an unknown kind, or a sliding one has no window.
+    Without `layer_types`, the upper layers have the window if `by_depth`, as in Qwen's configs; else none has.
     """
     window = layer.integer("sliding_window", 1, MANY) if "sliding_window" in layer else None
     if not layer.flag("use_sliding_window", not by_depth):
@@ -88,13 +74,7 @@ def read_windows(layer: Fields, layers: int, *, by_depth: bool = False) -> list[
 def read_rope(layer: Fields, *, theta: float | None = None, as_default: Collection[str] = ()) -> dict[str, Any]:
     """Return `rope_parameters` as transformers takes them; older files have `rope_theta` and `rope_scaling` instead.
 
-    Args:
-        layer: fields.
-        theta: the base where none is given; None if one has to be.
-        as_default: further kinds that are taken for "default".
-
-    Raises:
-        ValueError: the rotation is of a kind that is not known here, or a field of it is out of range.
+    `theta` is the base where none is given, None if one has to be; kinds `as_default` are taken for "default".
     """
     scaling = layer.part("rope_scaling", "rope_parameters", outer=("rope_theta",))
     kind = scaling.given("rope_type", "type")

@@ -101,11 +101,7 @@ def dflash_format(content: dict[str, Any]) -> str | None:
 
 
 def read_dflash(content: dict[str, Any]) -> DFlashShape:
-    """Return the shape of a drafter that a config.json tells.
-
-    Raises:
-        ValueError: it describes no DFlash drafter, or one that is not known here, or contradicts itself.
-    """
+    """Return the shape of a drafter that a config.json tells, or raise a `ValueError`."""
     if dflash_format(content) == _XPRESS:
         raise ValueError(
             "This is an XPress drafter, a DFlash drafter with a refiner of the whole block that hf_dart does not "

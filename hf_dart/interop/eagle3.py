@@ -2,17 +2,13 @@
 
 Two formats. The *original* one (SafeAILab's code; also AngelSlim, SpecForge, SGLang, NVIDIA's ModelOpt) is a flat
 config.json whose first layer is called `midlayer` or `layers.0`. That of *speculators* (vLLM, Red Hat) has the layer's
-shape in `transformer_layer_config`. The tensors have the same names in both, and the network is the same: a fusion of
-hidden states, a first layer over pairs of token and feature, further layers, a norm, an LM head of its own over a
-vocabulary that is mapped to the target's by offsets: token i of the draft is i + d2t[i] of the target.
+shape in `transformer_layer_config`. Network and names of tensors are the same.
 
-EAGLE-1 and EAGLE-2 heads are one network, in the original format alone: a fusion of the token with the target's last
-hidden state, a layer without the norm in front of it, and the target's LM head. Their config.json is that of a Llama of
-one layer, so that the names of the tensors tell.
+EAGLE-1 and EAGLE-2 heads fuse a token with the target's last hidden state. Their config.json is that of a Llama of one
+layer, so that the names of the tensors tell.
 
-Layers of the target are counted in three ways. Where no config names them, they are `hidden_states` 2, L // 2 and
-L - 3; speculators and vLLM name indices of `hidden_states`; `eagle_config` of ModelOpt and SGLang counts the outputs of
-layers from 0, one less.
+Layers of the target are `hidden_states` 2, L // 2 and L - 3 where no config names them; speculators and vLLM name
+indices of `hidden_states`; `eagle_config` of ModelOpt and SGLang counts the outputs of layers from 0, one less.
 """
 
 from __future__ import annotations
@@ -83,9 +79,7 @@ def eagle3_format(content: Mapping[str, Any]) -> str | None:
 def eagle1_format(content: Mapping[str, Any], names: Callable[[], Collection[str]]) -> str | None:
     """Return a description if a config.json and the names of its tensors are those of an EAGLE-1 or EAGLE-2 head.
 
-    Args:
-        content: of the config.json.
-        names: gives the names; is asked only if the config.json may be that of one.
+    `names` is called only if the config.json may be that of one.
     """
     layers = content.get("num_hidden_layers")
     if eagle3_format(content) or content.get("model_type") not in _HOSTS or layers not in range(1, _MOST_LAYERS + 1):
@@ -105,10 +99,7 @@ def network_names(
 ) -> dict[str, str]:
     """Return the renamings (`interop.weights.renamed`) from a network with `layers.N` to that of published heads.
 
-    Args:
-        first: what names of tensors of the first layer begin with.
-        deeper_norm: what the norm before the attention of the other layers is called.
-        mask: what the vector of mask slots is called.
+    There, tensors of the first layer begin with `first`, and `mask` is the vector of mask slots.
     """
     return {
         r"^embedding_norm\.": f"{first}.input_layernorm.",
@@ -127,8 +118,7 @@ class Published:
     """A published head, by its config.json and the headers of its weights.
 
     Attributes:
-        fields: of an `EagleConfig` or a `DartConfig`, `feature_layers` in the order in which they are fused;
-            `mask_mode` and `mask_token_id` too for P-EAGLE.
+        fields: of an `EagleConfig` or a `DartConfig`, `feature_layers` in the order in which they are fused.
         names: renamings (`interop.weights.renamed`) of a network with `layers.N` to the names in the file.
         ignored: names of tensors that are not used.
     """
@@ -141,17 +131,7 @@ class Published:
 def read_published(
     content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], num_layers: int, path: str
 ) -> Published:
-    """Read a head's config.json and the shapes of its tensors.
-
-    Args:
-        content: of the config.json, of which `eagle3_format` is not None, or `eagle1_format`.
-        shapes: of the tensors by their names, as `weight_shapes` gives them.
-        num_layers: of the target.
-        path: of the checkpoint, for messages.
-
-    Raises:
-        ValueError: a field is missing, out of range, unknown or contradicts another one or the weights.
-    """
+    """Read a head's config.json and the shapes of its tensors, for a target of `num_layers` layers."""
     found = eagle3_format(content) or JOINED
     joined = found == JOINED
     fields = Fields(content, found.split(" ", 1)[1] if joined else f"{found.split(' ')[1]} head")
@@ -280,11 +260,7 @@ def _taps(fields: Fields, nested: Fields, num_layers: int) -> list[int]:
 
 
 def papers_taps(num_layers: int, heads: str) -> list[int]:
-    """Return the three layers that `heads` of papers read where their config.json does not say.
-
-    Raises:
-        ValueError: the target has no three different ones.
-    """
+    """Return the three layers that `heads` of papers read where their config.json does not say."""
     taps = default_feature_layers(num_layers)
     if len(taps) != 3:
         raise ValueError(

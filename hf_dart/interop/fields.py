@@ -19,10 +19,7 @@ HARMLESS = {
 class Fields:
     """The fields of a config.json, each of which has to be asked for, or to be known and without effect.
 
-    Args:
-        content: of a config.json, as `read_json` gives it.
-        kind: what the checkpoint is, for messages.
-        outer: further fields, which may be in `content` too if both say the same.
+    `outer` fields may be in `content` too if both say the same; `kind` is what the checkpoint is, for messages.
     """
 
     def __init__(self, content: dict[str, Any], kind: str, outer: dict[str, Any] | None = None) -> None:
@@ -32,11 +29,7 @@ class Fields:
         return self.given(name) is not None
 
     def given(self, *names: str) -> Any:
-        """Return the one value that these names have; None if they are missing.
-
-        Raises:
-            ValueError: they have several.
-        """
+        """Return the one value that these names have, None if they are missing; raise if they have several."""
         self._asked.update(names)
         found = [place.get(name) for name in names for place in (self._content, self._outer)]
         values = [value for value in found if value is not None]
@@ -84,12 +77,7 @@ class Fields:
         return value
 
     def part(self, *names: str, outer: Collection[str] = ()) -> Fields:
-        """Return the fields of an object inside, which has one of these names; none if it is not there.
-
-        Args:
-            names: of the object.
-            outer: names of fields that may stand inside it or next to it.
-        """
+        """Return the fields of an object inside that has one of these names; `outer` ones may stand next to it."""
         value, named = self.given(*names), next((name for name in names if name in self), names[0])
         if value is not None and not isinstance(value, dict):
             raise self.wrong(named, value, "an object")

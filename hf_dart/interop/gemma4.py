@@ -32,11 +32,7 @@ def assistant_format(content: dict[str, Any]) -> str | None:
 
 
 def read_assistant(content: dict[str, Any]) -> Any:
-    """Return the config that transformers has for an assistant, of known fields alone.
-
-    Raises:
-        ValueError: it is not that of an assistant, or a field is missing, out of range or unknown.
-    """
+    """Return the config that transformers has for an assistant, of known fields alone; raise for others."""
     fields = Fields(content, "Gemma 4 assistant")
     family = _FAMILIES[fields.choice("model_type", tuple(_FAMILIES))]
     layer = fields.part("text_config")

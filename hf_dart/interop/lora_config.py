@@ -46,11 +46,7 @@ def _is_taken(name: str, value: Any, usual: Any) -> bool:
 
 
 def lora_of(path: str, content: dict[str, Any], state: dict[str, Tensor]) -> LoraConfig:
-    """Build the config of an adapter for PEFT: fields that are only numbers and names.
-
-    Raises:
-        ValueError: a field asks for more: other code, packages, patterns or memory.
-    """
+    """Build the config of an adapter for PEFT; raise a `ValueError` for fields that are more than numbers and names."""
     usual = LoraConfig().to_dict()
     for name, value in content.items():
         if not _is_taken(name, value, usual.get(name)):

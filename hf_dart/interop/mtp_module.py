@@ -63,11 +63,7 @@ def has_unnamed_modules(names: Collection[str]) -> bool:
 class _WithModules:
     """A target whose config says what `MtpModel` asks; all else is the target's own.
 
-    Args:
-        target: the causal LM.
-        folder: where the module lies.
-        names: of the tensors there.
-        embedding_first: modules that are called as MiMo's have the embedding first in `input_proj`.
+    Modules that are called as MiMo's may have the `embedding_first` in `input_proj`.
     """
 
     def __init__(
@@ -108,15 +104,7 @@ class _WithModules:
 
 
 def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
-    """Load transformers' `MtpModel` of one layer, with the weights that a checkpoint has for it.
-
-    Args:
-        path: a folder or Hub repository: the target's, or that of a head of speculators.
-        where: revision, token, ...
-
-    Raises:
-        ValueError: there is no such module, or it is damaged or that of another target.
-    """
+    """Load transformers' `MtpModel` of one layer from a checkpoint: the target's, or that of a head of speculators."""
     try:
         from transformers.modeling_layers import MtpModel
     except ImportError as error:

@@ -27,18 +27,9 @@ def original_format(content: dict[str, Any]) -> str | None:
 def read_original(
     content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], num_layers: int, path: str
 ) -> Published:
-    """Read the config.json of such a head into fields of a `DartConfig`.
+    """Read the config.json of such a head into fields of a `DartConfig`, for a target of `num_layers` layers.
 
     Fields that DART's code does not read have no effect there, and none here.
-
-    Args:
-        content: of its config.json.
-        shapes: of the tensors by their names.
-        num_layers: of the target; the file does not say which of them the head reads.
-        path: of the checkpoint, for messages.
-
-    Raises:
-        ValueError: a field is missing or out of range, or the head cannot belong to a target of so many layers.
     """
     fields = Fields(content, "DART head")
     fields.choice("hidden_act", ("silu",), "silu")

@@ -47,10 +47,6 @@ def read_trie(
         path: of the table to write.
         tokenizer: that the n-grams were counted with, whose hash and size are kept in the table.
         vocab_size: V, where there is no tokenizer to ask.
-        progress: called with one line now and then.
-
-    Raises:
-        ValueError: it is no such file, it is damaged, or has tokens beyond the vocabulary.
     """
     trie, path = Path(trie), Path(path)
     if vocab_size is None and tokenizer is None:

@@ -36,8 +36,6 @@ def write_vllm(head: Any, folder: str | Path, *, target: PreTrainedModel, verifi
 
     Args:
         head: a `DartHead`, bound to its target, without an adapter.
-        folder: is made if there is none.
-        target: the model that it drafts for; its LM head is copied if the head has none of its own.
         verifier: the target's Hub id or folder, for vLLM to find; the head's `target_name` if left out.
 
     Raises:

@@ -33,16 +33,9 @@ def read_weights(
     """Return weights by our names, and `draft_vocabulary` [M] if there is one.
 
     Args:
-        files, path: of the checkpoint.
         names: theirs by ours.
         shapes: theirs by our names.
-        vocab_size: V of the target.
-        draft_vocab_size: M, how many are scored; None for all.
         per_token: our names of weights with a row for each token that is scored.
-        ignored: names of tensors that are not read.
-
-    Raises:
-        ValueError: they are damaged, or contradict themselves or the config.
     """
     wanted = {theirs: shapes[ours] for ours, theirs in names.items()}
     wanted |= {"d2t": (draft_vocab_size or vocab_size,), "t2d": (vocab_size,)}
@@ -66,21 +59,14 @@ def read_weights(
 def _draft_tokens(path: str, d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
     """Return ids of the tokens that are scored [M], ascending, and the rows of the LM head in that order.
 
-    Args:
-        path: of the checkpoint, for messages.
-        d2t: [M] what is to be added to a draft token to get the target's.
-        t2d: [V] bool, which tokens are scored; None if the file does not say it again.
-        vocab_size: V.
+    `d2t` [M] is what is to be added to a draft token to get the target's; `t2d` [V] bool says again which are scored.
     """
     tokens = torch.arange(len(d2t)) + d2t
     inside = (tokens >= 0) & (tokens < vocab_size)
     if not bool(inside.all()) or len(tokens.unique()) < len(tokens):
         raise ValueError(f"The d2t of {path} names tokens twice or beyond the vocabulary; fetch it again.")
-    if t2d is not None:
-        marked = torch.zeros_like(t2d)
-        marked[tokens] = True
-        if not torch.equal(marked, t2d):
-            raise ValueError(f"The d2t and t2d of {path} name different tokens; fetch it again.")
+    if t2d is not None and not torch.equal(vocabulary_maps(tokens, vocab_size)["t2d"], t2d):
+        raise ValueError(f"The d2t and t2d of {path} name different tokens; fetch it again.")
     return tokens.sort()
 
 

@@ -1,10 +1,8 @@
 """Heads whose decoder layers are the target's own: copied, frozen, adapted with LoRA.
 
 A DART layer reads pairs of width E + H, which no layer of the target fits. So such a head has the "stream" form: what
-goes into its first layer is fc(features) + embedding_projection(embedding). It starts with fc passing on the hidden
-state that the copied layer reads in the target and with the projection at zero. Before any training, a head made of
-the target's last layers thus computes the target's own logits at every position; what it has to learn is to look one
-token and d - 1 mask slots further.
+goes into its first layer is fc(features) + embedding_projection(embedding), which start as the hidden state that the
+copied layer reads in the target, and zero. Untrained, a head of the target's last layers computes the target's logits.
 """
 
 from __future__ import annotations
@@ -51,16 +49,7 @@ def same_fingerprint(left: Iterable[float], right: Iterable[float]) -> bool:
 
 
 def copied_fields(target: PreTrainedModel, first: int | Literal["last"], **config: Any) -> dict[str, Any]:
-    """Fields of a `DartConfig` whose layers are copies of the target's.
-
-    Args:
-        target: the causal LM.
-        first: the first layer to be copied, from 0; "last" takes the last ones.
-        config: fields of the user's own, `num_layers` among them.
-
-    Raises:
-        ValueError: the target has no such layers.
-    """
+    """Return fields of a `DartConfig` with copies of the target's layers from `first` on, updated by `config`."""
     count, depth = config.get("num_layers", 1), layer_count(target)
     first = depth - count if first == "last" else first
     states = [_weights(layer, target) for layer in _layers(target, first, count)]
@@ -99,11 +88,7 @@ def initialise(head: DartModel, target: PreTrainedModel) -> None:
 
 
 def fill(head: DartModel, target: PreTrainedModel) -> None:
-    """Copy the layers that the head's config names from `target`, and freeze them.
-
-    Raises:
-        ValueError: the target's are other ones than those the head was trained with, or do not fit.
-    """
+    """Copy the layers that the head's config names from `target`, and freeze them."""
     config = head.config
     assert config.copied_layer is not None
     sources = _layers(target, config.copied_layer, config.num_layers)

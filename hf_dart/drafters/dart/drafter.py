@@ -218,9 +218,7 @@ class DartHead(DartModel):
     def _masks(self, block: Tensor, positions: Tensor, end: int) -> list[Tensor]:
         """Return the masks [B, 1, Q, end] of the entries at `positions` [B, Q], one per layer or one for all.
 
-        Args:
-            block: [B] position of the first mask slot. In bidirectional heads, the slots from there on attend to each
-                other in both directions.
+        Slots from `block` [B] on are mask slots, which attend to each other in both directions in bidirectional heads.
         """
         keys_at = torch.arange(end, device=positions.device)
         mask = keys_at <= positions[..., None]

@@ -23,8 +23,7 @@ class Entries(NamedTuple):
     """Inputs of the first layer.
 
     Attributes:
-        x: [B, Q, E + H] what attention looks at: normed embeddings and normed features; in the "stream" form the
-            residual itself.
+        x: [B, Q, E + H] normed embeddings and normed features, or [B, Q, H] in the "stream" form, the residual itself.
         residual: [B, Q, H].
     """
 
@@ -77,12 +76,7 @@ class Editor(nn.Module):
         return self.fc(torch.cat([embeddings, hidden], dim=-1))
 
     def forward(self, first: Tensor, again: Tensor) -> Tensor:
-        """Hidden states [..., H] of the edited draft.
-
-        Args:
-            first: [..., H] of the first draft.
-            again: [..., H] of the pass over the slots that hold it.
-        """
+        """Hidden states [..., H] of the edited draft, from those of the first draft and of the pass over it."""
         return first + self.correction(again)
 
 
@@ -110,14 +104,8 @@ class DartModel(TrainedDrafter):
             slot_width = config.features_width
         # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
         self.mask_slot = nn.Embedding(1, slot_width)
-        parts = {
-            "bias": config.attention_bias,
-            "output_bias": config.output_bias,
-            "qk_norm": config.qk_norm,
-            "mlp_bias": config.mlp_bias,
-        }
         first = [pairs and index == 0 for index in range(config.num_layers)]
-        self.layers = nn.ModuleList(DartLayer(config, pairs=one, normed=not one, **parts) for one in first)
+        self.layers = nn.ModuleList(DartLayer.of(config, pairs=one, normed=not one) for one in first)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.make_tables(config)
         self.selector = BigramSelector(config) if config.selector_rank else None
@@ -135,12 +123,7 @@ class DartModel(TrainedDrafter):
     # ---- the pass -----------------------------------------------------------------------------------
 
     def inputs(self, features: Tensor, embeddings: Tensor) -> Entries:
-        """Return the first layer's entries of real positions: both halves of a pair normed, the residual not.
-
-        Args:
-            features: [B, T, F] of positions i.
-            embeddings: [B, T, E] of the tokens at i + 1.
-        """
+        """Return the first layer's entries of positions i, from features [B, T, F] and embeddings of tokens i + 1."""
         return self._entries(fuse(features, self.fusion_norm, self.fc), self.embedding_norm(embeddings))
 
     def _entries(self, fused: Tensor, token: Tensor) -> Entries:

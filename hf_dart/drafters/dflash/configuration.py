@@ -21,9 +21,6 @@ class DFlashConfig(DrafterConfig):
         published: the config.json that the drafter was published with.
 
     The other fields are those of `hf_dart.drafters.base_config.DrafterConfig`, told by that one and the target.
-
-    Raises:
-        ValueError: a field is out of range.
     """
 
     model_type = "dart_dflash"

@@ -28,9 +28,6 @@ class DiffusionConfig(DrafterConfig):
 
     The other fields are those of `hf_dart.drafters.base_config.DrafterConfig`; without `feature_layers` the drafter
     reads tokens alone.
-
-    Raises:
-        ValueError: a field is out of range; the message names the field and what it takes.
     """
 
     model_type = "dart_diffusion"

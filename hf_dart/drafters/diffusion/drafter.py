@@ -1,14 +1,11 @@
 """`DiffusionDrafter`: a masked diffusion language model drafts (SpecDiff, arXiv 2408.05636).
 
-A masked block follows the text; reverse steps reveal it, from all masked to all known (absorbing diffusion:
-MDLM, arXiv 2406.07524). The transformer takes no time: what is masked says it. Predictions are shifted, as in diffusion
-models made from language models (DiffuLLaMA, arXiv 2410.17891): an entry predicts the token after it, so that the last
-token of the text predicts the first of the draft, and γ - 1 mask slots the others.
+A masked block follows the text; reverse steps reveal it (absorbing diffusion: MDLM, arXiv 2406.07524). The transformer
+takes no time: what is masked says it. Predictions are shifted (DiffuLLaMA, arXiv 2410.17891): an entry predicts the
+token after it, so that the last token of the text predicts the first of the draft, and γ - 1 mask slots the others.
 
-The text itself attends causally, a block's slots attend to the text and each other in both directions. A model that
-reads the text bidirectionally, too, would have to read all of it again for every draft, since each token changes the
-states of all others. So the keys and values of the text are computed once and kept over all rounds, and a reverse step
-costs γ positions, as in block diffusion (arXiv 2503.09573).
+The text attends causally, so that its keys and values are kept over all rounds; a block's slots attend to the text and
+to each other in both directions. A reverse step costs γ positions, as in block diffusion (arXiv 2503.09573).
 """
 
 from __future__ import annotations
@@ -233,15 +230,12 @@ class DiffusionDrafter(TrainedDrafter):
         counts: Tensor | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """Entries x [B, Q, H] after the cached ones through all layers, their keys and values into the cache.
+        """Run entries x [B, Q, H] after the cached ones through all layers, their keys and values into the cache.
 
         Args:
-            block: slots that attend to each other in both directions; entries attend to the window up to themselves.
-            counts: [B] entries in front of those slots; None if they are the first of the Q.
+            block: slots that attend to each other in both directions, after `counts` [B] entries or as the first of the
+                Q.
             wanted: [B, W] entries whose output is wanted; None is all.
-
-        Returns:
-            As `forward`.
         """
         window = self.config.context_window
         positions, slots, end = state.following(x.shape[1])

@@ -24,9 +24,6 @@ class EagleConfig(HeadConfig):
         windows: as for all heads; a drafted entry attends to as many positions of the text as its last one.
 
     The other fields are those of `hf_dart.drafters.base_config.HeadConfig`.
-
-    Raises:
-        ValueError: a field is out of range, or belongs to DART heads.
     """
 
     model_type = "dart_eagle"

@@ -73,15 +73,9 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         self.fc = nn.Linear(fused, hidden, bias=config.fusion_bias)
         self.embedding_norm = nn.RMSNorm(config.embedding_size, eps) if plain else None
         self.feature_norm = nn.RMSNorm(hidden, eps) if plain else None
-        parts = {
-            "bias": config.attention_bias,
-            "output_bias": config.output_bias,
-            "mlp_bias": config.mlp_bias,
-            "qk_norm": config.qk_norm,
-        }
-        self.layer = DartLayer(config, pairs=plain, normed=False, **parts)
+        self.layer = DartLayer.of(config, pairs=plain, normed=False)
         deeper = range(config.num_layers - 1)
-        self.deeper = nn.ModuleList(DartLayer(config, pairs=False, normed=True, **parts) for _ in deeper)
+        self.deeper = nn.ModuleList(DartLayer.of(config, pairs=False, normed=True) for _ in deeper)
         self.norm = nn.RMSNorm(hidden, eps) if plain else None
         self.make_tables(config)
         self.beam = config.beam
@@ -209,11 +203,9 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         return spread(logits, self.draft_vocabulary, self.config.vocab_size).log_softmax(-1)
 
     def _run(self, state: SlotCache, tokens: Tensor, features: Tensor, view: View, asked_from: Tensor) -> Tensor:
-        """States [B, Q, H] of tokens [B, Q], whose keys and values are written to the slots of `view`.
+        """States [B, Q, H] of tokens [B, Q] after `features` [B, Q, H], whose keys and values are written to slots.
 
-        Args:
-            features: [B, Q, H] what stands in front of each token.
-            asked_from: [B, Q or 1] positions from which windows are counted.
+        Windows are counted from `asked_from` [B, Q or 1].
         """
         end = view.seen.shape[-1]
         state.store.reserve(end)

@@ -18,9 +18,6 @@ class Gemma4Config(DrafterConfig):
         published: the config.json that the assistant was published with.
 
     The other fields are those of `hf_dart.drafters.base_config.DrafterConfig`, told by that one and the target.
-
-    Raises:
-        ValueError: a field is out of range.
     """
 
     model_type = "dart_gemma4"
@@ -35,11 +32,7 @@ class Gemma4Config(DrafterConfig):
 
     @classmethod
     def of(cls, published: dict[str, Any], target: PreTrainedModel) -> Self:
-        """Return the config of an assistant, by its config.json, for a target of Gemma 4.
-
-        Raises:
-            ValueError: the target has no such layers, or the file describes no assistant.
-        """
+        """Return the config of an assistant, by its config.json, for a target of Gemma 4."""
         config, last, told = read_assistant(published), last_layers(target), told_of(target)
         text = config.text_config
         widths = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")

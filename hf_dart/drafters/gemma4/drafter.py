@@ -1,13 +1,11 @@
 """`Gemma4Drafter`: Gemma 4's own assistants as `assistant=`.
 
-An assistant has no text of its own. Each pass asks from the position of the last committed token, whatever the depth of
-the draft: sliding layers attend to the keys and values of the target's last sliding layer that has some, full layers to
-those of its last full one. Queries differ by their input alone, the target's embedding of a token beside the state that
-predicted it: first the target's, from then on the assistant's own. So the branches of a tree are queries side by side.
+An assistant has no text of its own. Each pass asks from the position of the last committed token, whatever the depth:
+its layers attend to the keys and values of the target's last layer of their kind. Queries differ by their input alone,
+the target's embedding of a token beside the state that predicted it, so branches of a tree are queries side by side.
 
 The keys and values are projected again from the target's hidden states, by the target's own modules, and kept as those
-of any drafter: they outlive windows and caches that the target's may have, at the cost of two projections per kind of
-layer and of their memory.
+of any drafter: they outlive windows and caches that the target's may have.
 """
 
 from __future__ import annotations
