@@ -18,7 +18,6 @@ from support.tiny import tiny_target as llama_target
 from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
 
 import hf_dart
-from hf_dart import DartHead
 from hf_dart.drafters.registry import registered, trainers
 from hf_dart.hub.card import BEGIN, END, has_markers, render_card
 from hf_dart.hub.download import cached_commit
@@ -62,32 +61,25 @@ def measured(bench: Path = BENCH) -> list[dict[str, Any]]:
 
 
 ROWS = sum(one["compared"]["rows"] for one in measured())
-PAIRS = [PACKAGED_HEAD.parent, CARDS.parent / "examples" / "deep_pair"]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
-def test_the_cards_of_the_pairs_are_what_the_library_writes(pair: Path) -> None:
-    folder = CARDS / pair.name
-    card, bench = (folder / "README.md").read_text(encoding="utf8"), folder / "bench.json"
-    assert has_markers(card)
-    assert render_card(HeadFacts.read(pair / "head", bench=bench), card) == card
-    assert f"| 1 | greedy | hf_dart | {measured(bench)[0]['tokens_per_second']['median']:.0f} |" in card
+def test_the_cards_of_the_pairs_are_what_the_library_writes() -> None:
+    for pair in (PACKAGED_HEAD.parent, CARDS.parent / "examples" / "deep_pair"):
+        folder = CARDS / pair.name
+        card, bench = (folder / "README.md").read_text(encoding="utf8"), folder / "bench.json"
+        assert has_markers(card)
+        assert render_card(HeadFacts.read(pair / "head", bench=bench), card) == card
+        assert f"| 1 | greedy | hf_dart | {measured(bench)[0]['tokens_per_second']['median']:.0f} |" in card
 
 
-def test_a_card_without_facts_says_nothing_about_them() -> None:
+def test_a_card_says_what_is_known_and_nothing_else() -> None:
     card = render_card(facts())
-    assert front_matter(card) == {
-        "library_name": "hf-dart",
-        "pipeline_tag": "text-generation",
-        "tags": ["hf-dart", "dart", "speculative-decoding", "draft-model", "custom_generate"],
-    }
+    tags = ["hf-dart", "dart", "speculative-decoding", "draft-model", "custom_generate"]
+    assert front_matter(card) == {"library_name": "hf-dart", "pipeline_tag": "text-generation", "tags": tags}
     assert "## What is exact" in card
     assert "| options | selector_rank 128 |" in card
     for absent in ("## Measured", "## Training", "## Use", "In the runs above", "None", "revision"):
         assert absent not in card
-
-
-def test_a_card_says_what_is_known() -> None:
     said: dict[str, Any] = {"base_model": "them/py8m", "license": "apache-2.0", "language": ["code"]}
     said |= {"datasets": ["them/python"]}
     known = facts(bench=BENCH, repository="me/py8m-dart", tags=("python",), **said)
@@ -197,16 +189,6 @@ def test_options_are_told(tmp_path: Path) -> None:
         own_table = not fields.get("share_embeddings", True)
         assert ("embeddings and LM head are the target's" in card) != own_table
         assert ("A model with other vocabulary is refused" in card) == own_table
-
-
-def test_a_folder_is_no_base_model(tmp_path: Path) -> None:
-    for name, relation in (("py8m", None), ("them/py8m", "adapter")):
-        config = DartHead.from_pretrained(str(PACKAGED_HEAD)).config
-        config.target_name = name
-        shutil.copytree(PACKAGED_HEAD, tmp_path / "head", dirs_exist_ok=True)
-        config.save_pretrained(tmp_path / "head")
-        matter = front_matter(render_card(HeadFacts.read(tmp_path / "head")))
-        assert matter.get("base_model_relation") == relation
 
 
 def test_what_people_wrote_stays() -> None:

@@ -130,7 +130,7 @@ def test_switched_in_the_middle_of_a_batch(target: Any, head: DartHead) -> None:
 
 
 def test_errors_in_a_step(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Errors pause learning, with a warning; the call that was served goes on."""
+    """They, and a head that is compiled later, pause learning, with a warning; the call that was served goes on."""
     learner = learning(target, head, share=0)
     before = copies(head)
     step = Student.step
@@ -152,6 +152,10 @@ def test_errors_in_a_step(target: Any, head: DartHead, monkeypatch: pytest.Monke
     learner.resume()
     assert_identical(target, head, prompts(RAGGED), **SAMPLED)
     assert learner.failure is None
+    hf_dart.compile(target, head, backend=None)
+    with pytest.warns(UserWarning, match="Learning is paused.*compiled"):
+        assert_identical(target, head, prompts([7]), **SAMPLED)
+    assert learner.paused
 
 
 def test_calls_in_threads_and_in_inference_mode(target: Any, head: DartHead) -> None:
@@ -175,7 +179,7 @@ def test_calls_in_threads_and_in_inference_mode(target: Any, head: DartHead) -> 
 # ---- what it leaves alone ----------------------------------------------------------------------------------
 
 
-def test_the_target_and_the_heads_state(target: Any, head: DartHead) -> None:
+def test_the_target_the_heads_state_and_the_generators(target: Any, head: DartHead) -> None:
     target.requires_grad_(False)
     target.get_input_embeddings().weight.requires_grad_(True)
     head.mask_slot.requires_grad_(False)
@@ -193,17 +197,13 @@ def test_the_target_and_the_heads_state(target: Any, head: DartHead) -> None:
     assert not target.training
     assert torch.equal(head.mask_slot.weight, slot)  # frozen by the user
 
-
-def test_global_generators(target: Any, head: DartHead) -> None:
-    learner = learning(target, head)
-
     def state() -> tuple[Any, ...]:
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
 
-    before = state()
+    seeds = state()
     for act in (learner.step, lambda: learner.idle(0.05), learner.reset, lambda: learner.attach(head)):
         act()
-        assert state() == before
+        assert state() == seeds
     assert torch.is_grad_enabled()
 
 
@@ -480,11 +480,3 @@ def test_heads_and_options_that_are_refused(target: Any, head: DartHead) -> None
     for act in (Learner().step, lambda: Learner().save("x"), lambda: Learner().idle(1)):
         with pytest.raises(ValueError, match="has no head"):
             act()
-
-
-def test_a_head_that_is_compiled_later(target: Any, head: DartHead) -> None:
-    learner = learning(target, head)
-    hf_dart.compile(target, head, backend=None)
-    with pytest.warns(UserWarning, match="Learning is paused.*compiled"):
-        assert_identical(target, head, prompts([7]), **SAMPLED)
-    assert learner.paused

@@ -47,14 +47,15 @@ def figures_of(*blocks: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
     return draft_figures(sum(count_drafts(*some).double().sum(0) for some in blocks).numpy())
 
 
-def test_figures_of_the_targets_own_text() -> None:
-    draft, target, labels = examples()
+def test_figures_of_the_targets_own_text_and_of_others() -> None:
+    """Of other text, a block is watched up to the first token that the target would not have chosen."""
+    draft, plain, _ = examples()
     # 2, 4, 0, 4 and 1 tokens accepted; two more are right after a wrong one.
     best = draft.argmax(-1)
     wrong = (best + 1) % draft.shape[-1]
     right = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]]).bool()
     labels = torch.where(right, best, wrong)
-    target = target + 100 * F.one_hot(labels, draft.shape[-1])
+    target = plain + 100 * F.one_hot(labels, draft.shape[-1])
     figures = figures_of((draft[:2], target[:2], labels[:2]), (draft[2:], target[2:], labels[2:]))
     lengths = torch.tensor([2.0, 4, 0, 4, 1])
     wanted = {"tau": 1 + float(lengths.mean()), "tau_se": float(lengths.std(correction=0)) / 5**0.5, "waste": 2 / 13}
@@ -65,17 +66,10 @@ def test_figures_of_the_targets_own_text() -> None:
     assert hopeless["tau"] == 1
     assert hopeless.keys() == {"tau", "tau_se", "tau_sampled", "acceptance_1"}
     assert draft_figures(np.zeros(12)) == {}
-
-
-def test_figures_of_other_text() -> None:
-    """A block is watched up to the first token that the target would not have chosen."""
-    draft, target, labels = examples()
-    best = draft.argmax(-1)
-    wrong = (best + 1) % draft.shape[-1]
     # The draft misses the target's choice at (1, 2); the text leaves that choice at (0, 1) and ends in row 2.
     chosen = best.clone()
     chosen[1, 2] = wrong[1, 2]
-    target = target + 100 * F.one_hot(chosen, draft.shape[-1])
+    target = plain + 100 * F.one_hot(chosen, draft.shape[-1])
     labels = chosen.clone()
     labels[0, 1] = wrong[0, 1]
     labels[2, 3] = NO_LABEL
@@ -221,9 +215,7 @@ def test_decoding_in_earnest_chooses_the_best_checkpoint(tmp_path: Path) -> None
     assert tokens / rounds == trainer.state.best_metric  # the best checkpoint was loaded at the end
     with pytest.raises(ValueError, match="give an eval_dataset"):
         tiny_trainer(tmp_path, head, trainer.target, ROWS, decode_prompts=2)
-
-
-def test_prompts_are_the_beginnings_of_rows() -> None:
+    # Prompts are the beginnings of rows.
     packed = {"input_ids": torch.arange(5), "documents": torch.tensor([0, 0, 1, 1, -1])}
     assert first_prompts([packed], 3, 4)[0].tolist() == [0, 1]
     chat = {"input_ids": torch.arange(9), "documents": torch.zeros(9)}

@@ -190,7 +190,7 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
     refused(str(tmp_path / "nothing"), "names none")
 
 
-def test_another_tokenizer_than_the_heads_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+def test_another_tokenizer_than_the_heads_and_arguments_out_of_range(tmp_path: Path, tokenizer: Any) -> None:
     source = write_json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
     config = DartConfig(tokenizer_hash=vocabulary_hash(tokenizer))
     load_rows(arguments_for(tmp_path, source), tokenizer, DRAFT, config)
@@ -198,9 +198,6 @@ def test_another_tokenizer_than_the_heads_is_refused(tmp_path: Path, tokenizer: 
     config.tokenizer_hash = "0" * 16
     with pytest.raises(ValueError, match="The tokenizer is not the one that the head was made with"):
         load_rows(arguments_for(tmp_path, source), tokenizer, DRAFT, config)
-
-
-def test_arguments_say_what_is_wrong() -> None:
     for wrong in ({"train_data": []}, {"train_on": "user"}, {"max_length": 1}, {"shares": [0.5, 0.5]}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DataArguments(**{"train_data": ["a.jsonl"], **wrong})  # type: ignore[arg-type]
@@ -214,9 +211,7 @@ def test_packed_tokens_are_the_rows_of_the_packer() -> None:
         packed = Packer(16, 2, share_rows)((ids, np.ones(len(ids), bool)) for ids in documents)
         assert [row["input_ids"].tolist() for row in rows] == [ids.tolist() for ids in packed["input_ids"]]
         assert [row["documents"].tolist() for row in rows] == [of.tolist() for of in packed["documents"]]
-
-
-def test_every_piece_of_a_document_begins_as_the_document_does() -> None:
+    # Every piece of a document begins as the document does.
     ids, mask = np.arange(20, dtype=np.int32), np.ones(20, bool)
     mask[9] = False
     rows = Packer(8, 2, share_rows=False, bos=0)([(ids, mask)])

@@ -63,14 +63,11 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(value, results[1][1][name], rtol=1e-6, atol=1e-8)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
-    """As soon as a step has thrown the weights out of range."""
+def test_runs_that_stop(tmp_path: Path) -> None:
+    """As soon as a step has thrown the weights out of range, and on rows that hold no block."""
     trainer = trainer_on(tmp_path, token_rows(LENGTHS * 4), learning_rate=1e30, warmup_steps=2, max_steps=6)
     with pytest.raises(FloatingPointError, match=r"loss of step 3 is nan; .*lower learning_rate"):
         trainer.train()
-
-
-def test_rows_that_hold_no_block_are_refused(tmp_path: Path) -> None:
     short = token_rows([[4, 4, 3], [2, 2, 2, 5]])
     trainer = trainer_on(tmp_path, short, head=partial(tiny_head, draft_length=6), max_steps=20)
     with pytest.raises(ValueError, match="nothing to train on"):
