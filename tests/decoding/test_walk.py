@@ -106,38 +106,6 @@ def test_no_token_is_drawn_from_nan(everywhere: bool, monkeypatch: pytest.Monkey
 CPU = torch.device("cpu")
 
 
-def distributions(rows: int, vocabulary: int, calls: int, share_zeroed: float = 0.0) -> torch.Tensor:
-    """[calls, rows, vocabulary] probabilities, some of them zero, from a generator of their own."""
-    generator = torch.Generator().manual_seed(vocabulary)
-    logits = 3 * torch.randn(calls, rows, vocabulary, generator=generator)
-    zeroed = torch.rand(logits.shape, generator=generator) < share_zeroed
-    zeroed[..., 0] = False
-    return logits.masked_fill(zeroed, -torch.inf).softmax(-1)
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize(("vocabulary", "calls"), [(2, 40), (7, 40), (48, 40), (1021, 20), (50_000, 6)])
-@pytest.mark.parametrize("share_zeroed", [0.0, 0.95])
-def test_equals_multinomial(rows: int, vocabulary: int, calls: int, share_zeroed: float) -> None:
-    probabilities = distributions(rows, vocabulary, calls, share_zeroed)
-    torch.manual_seed(11)
-    stock = [torch.multinomial(p, num_samples=1).squeeze(1) for p in probabilities]
-    state = torch.get_rng_state()
-    torch.manual_seed(11)
-    before = torch.get_rng_state()
-    stream = NoiseStream(rows, vocabulary, CPU).begin()
-    window = stream.exponentials([0] * rows, calls)
-    assert torch.equal(torch.get_rng_state(), before), "looking ahead moved the default generator"
-    for position, (p, drawn) in enumerate(zip(probabilities, stock, strict=True)):
-        assert torch.equal((p / window[:, position]).argmax(-1), drawn)
-        for row in range(rows):
-            one = stream.exponential(row, position)
-            assert one.shape == (1, vocabulary)
-            assert int((p[row : row + 1] / one).argmax(-1)) == int(drawn[row])
-    stream.leave_as_stock(calls)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_rows_start_where_they_are_whatever_was_forgotten() -> None:
     """Also a row that has ended, which may lie behind what is kept; what is skipped is not kept."""
     torch.manual_seed(5)

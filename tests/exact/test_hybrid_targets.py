@@ -30,18 +30,25 @@ pytestmark = needs_running_states
 NO_ADAPTER_AFTER_MIXERS = {"falcon_h1", "nemotron_h", *WITHOUT_ATTENTION}  # PEFT refuses it
 MAMBA_1 = ["mamba", "falcon_mamba"]
 EXACT = tally("float64, tiny targets with running states")
-SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba"]
+SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba", "mamba2"]
 
 
 @pytest.mark.usefixtures("executor")
-@pytest.mark.parametrize("family", SAMPLE)
-def test_a_sample_of_families(family: str) -> None:
+@pytest.mark.parametrize("family", sampled(HYBRIDS, *SAMPLE))
+def test_families(family: str) -> None:
+    """Tokens, and all that a call returns."""
     target = attach(tiny_target(family))
-    for size, mode, drafter in ((4, "greedy", "known"), (1, "T=1", "known"), (4, "T=1", "head")):
+    for size, mode in ((4, "greedy"), (1, "T=1")):
         inputs, options = batch(size, "sdpa"), {**MODES[mode], "max_new_tokens": 16}
         known = replay(target, inputs, misses=[0.1, 0.5, 0.3, 0.4][:size], **options)
-        assert_identical(target, known if drafter == "known" else tiny_head(target), inputs, into=EXACT, **options)
-        assert drafter != "known" or known.last_stats.tau > 1.3
+        assert_identical(target, known, inputs, into=EXACT, **options)
+        assert known.last_stats.tau > 1.3
+    told = {f"output_{name}": True for name in ("logits", "scores", "hidden_states")}
+    for more in ({}, {"return_dict_in_generate": True, **told}):
+        options = {**MODES["T=1"], "max_new_tokens": 16, **more}
+        stock, ours = assert_identical(target, tiny_head(target), prompts(RAGGED), into=EXACT, **options)
+    pads = [max(RAGGED) - length for length in RAGGED]
+    assert_same_cache(ours.output[CACHE], stock.output[CACHE], pads, close=FP32 if family in ROUNDS_INSIDE else CLOSE)
 
 
 def test_rows_that_ran_on_are_brought_back(noted: Any) -> None:
@@ -117,16 +124,6 @@ def test_a_target_with_adapters(family: str) -> None:
             assert_identical(tuned, drafter, inputs, **options)
         assert known.last_stats.tau > 1.3
         tuned.merge_adapter()
-
-
-@pytest.mark.parametrize("family", sampled(HYBRIDS, "falcon_h1", "mamba2"))
-def test_all_that_a_call_returns(family: str) -> None:
-    target, inputs = attach(tiny_target(family)), prompts(RAGGED)
-    told = {f"output_{name}": True for name in ("logits", "scores", "hidden_states")}
-    options = {"max_new_tokens": 12, "do_sample": True, "top_k": 0, "return_dict_in_generate": True, **told}
-    stock, ours = assert_identical(target, tiny_head(target), inputs, **options)
-    pads = [max(RAGGED) - length for length in RAGGED]
-    assert_same_cache(ours.output[CACHE], stock.output[CACHE], pads, close=FP32 if family in ROUNDS_INSIDE else CLOSE)
 
 
 def test_levels_are_as_many_as_pay() -> None:
