@@ -22,7 +22,7 @@ pytest.register_assert_rewrite("support")
 from support.compare import TALLIES, tally  # noqa: E402, after their assertions are rewritten
 from support.simulated_gpu import simulated_gpu  # noqa: E402
 
-from hf_dart.decoding import session, turns  # noqa: E402
+from hf_dart.decoding import session  # noqa: E402
 from hf_dart.decoding.pace import Pace  # noqa: E402
 
 torch.set_num_threads(1)
@@ -63,35 +63,34 @@ def _drafts_were_accepted(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Answers, of every call, whether it went on with a draft."""
-    answers: list[bool] = []
-
-    def watched(*args: Any) -> Any:
-        draft = turns.resume_state(*args)
-        answers.append(draft is not None)
-        return draft
-
-    monkeypatch.setattr(session, "resume_state", watched)
-    return answers
-
-
-@pytest.fixture
 def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Let all calls of a function be noted from here on: `noted(owner, name, lambda *arguments: note)`."""
+    """Let all calls of a function be noted from here on: `noted(owner, name, lambda *arguments: note)`.
 
-    def note_calls(owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
+    With `result=True` a note is made when the function has returned, and what it returned is the first argument.
+    """
+
+    def note_calls(owner: Any, name: str, note: Callable[..., Any], result: bool = False) -> list[Any]:
         plain, notes = getattr(owner, name), list[Any]()
 
         @functools.wraps(plain)
         def watched(*args: Any, **kwargs: Any) -> Any:
-            notes.append(note(*args, **kwargs))
-            return plain(*args, **kwargs)
+            if not result:
+                notes.append(note(*args, **kwargs))
+            found = plain(*args, **kwargs)
+            if result:
+                notes.append(note(found, *args, **kwargs))
+            return found
 
         monkeypatch.setattr(owner, name, watched)
         return notes
 
     return note_calls
+
+
+@pytest.fixture
+def taken_up(noted: Any) -> list[bool]:
+    """Answers, of every call, whether it went on with a draft."""
+    return noted(session, "resume_state", lambda draft, *_: draft is not None, result=True)
 
 
 @pytest.fixture

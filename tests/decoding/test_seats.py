@@ -180,16 +180,11 @@ def test_drafts_are_those_of_calls_alone(kind: str) -> None:
         assert sum(stats.tokens for stats in alone) > 1.3 * sum(stats.rounds for stats in alone)
 
 
-def test_one_pace_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_pace_for_all(noted: Any) -> None:
     """Rounds cost what they cost with so many calls; each call is told its share of the time."""
     target = tiny_target("llama")
-    drafter, paces, own = tiny_head(target, tree={"nodes": None}), list[tuple[int, int]](), Pace.count
-
-    def counted(self: Pace, mode: str, tokens: Any, limits: Any, nodes: int, *rest: Any) -> None:
-        paces.append((len(tokens), len(self.cost().verify)))
-        own(self, mode, tokens, limits, nodes, *rest)
-
-    monkeypatch.setattr(Pace, "count", counted)
+    drafter = tiny_head(target, tree={"nodes": None})
+    paces = noted(Pace, "count", lambda pace, mode, tokens, *_: (len(tokens), len(pace.cost().verify)))
     seats, sessions = Seats(4), []
     for number in (1, 2, 4):
         sessions.append(call(target, drafter, number))

@@ -19,7 +19,6 @@ from transformers import (
 )
 
 from hf_dart import TreeConfig
-from hf_dart.decoding import api, session
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.processors import scores_alone
 from hf_dart.decoding.rows import Rows
@@ -182,39 +181,29 @@ LEFT_BEHIND = [0.0, 1.0, 0.0, 0.3]
 @pytest.mark.parametrize("misses", [LEFT_BEHIND, [1.0, 0.0, 0.0, 0.0]])
 @pytest.mark.parametrize("shared", [True, False], ids=["", "noise not shared"])
 @pytest.mark.parametrize("eos", [None, [3]], ids=["to the end", "some end early"])
-def test_what_is_held_stays_bounded(
-    misses: list[float], eos: Any, shared: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_held_stays_bounded(misses: list[float], eos: Any, shared: bool, noted: Any) -> None:
     """One row has every draft accepted, another none; some end early, and no longer count then."""
-    rows: list[Rows] = []
-    leads, held = [], []
+    rows = noted(Rows, "__init__", lambda self, *_: self)
 
-    class WatchedRows(Rows):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            rows.append(self)
+    def held(_: None, stream: NoiseStream, end: int) -> tuple[int, ...]:
+        running = rows[-1]
+        if running.finished:
+            return 0, 0, 0, 0
+        lead = max(running.emitted) - running.slowest()
+        return lead, len(stream._blocks), len(stream._gumbels), len(stream._states)
 
-    class WatchedStream(NoiseStream):
-        def _draw_to(self, end: int) -> None:
-            super()._draw_to(end)
-            running = rows[-1]
-            if not running.finished:
-                leads.append(max(running.emitted) - running.slowest())
-                held.append((len(self._blocks), len(self._gumbels), len(self._states)))
-
-    monkeypatch.setattr(session, "Rows", WatchedRows)
-    monkeypatch.setattr(api, "NoiseStream", WatchedStream)
+    told = noted(NoiseStream, "_draw_to", held, result=True)
     target = attach(tiny_target("llama"))
     inputs = prompts([9, 3, 7, 13])
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0}
     drafter = replay(target, inputs, misses=misses, draft_length=DEPTH, **options)
     drafter.tree_config = TreeConfig(shared_noise=shared, lookup=0, nodes=24)
     assert_identical(target, drafter, inputs, **options)
-    assert max(leads) <= MAX_LEAD
+    leads, blocks, gumbels, states = (max(counts) for counts in zip(*told, strict=True))
+    assert leads <= MAX_LEAD
     # From the slowest row to where the fastest one's draft ends; and the state after that.
-    blocks, gumbels, states = (max(counts) for counts in zip(*held, strict=True))
     assert max(blocks, gumbels, states - 1) <= MAX_LEAD + DEPTH
     if eos is None:
-        assert max(leads) >= MAX_LEAD - 1, "no row was held back"
+        assert leads >= MAX_LEAD - 1, "no row was held back"
     else:
         assert len({*rows[-1].emitted}) > 1, "no row ended early"
