@@ -122,8 +122,8 @@ class TreeGrower:
                 or to rank without it.
             deepest: deepest node per row.
             refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
-            weights: of the rows' tokens, where trees are sized by their worth (`pace.row_weights`); None counts all
-                rows the same.
+            weights: of a token more in each row, where trees are sized by their worth (`Pace.weights`); None for
+                the mean of all rows.
             ended: the rows that have ended and run on, which no token ends again; None for none.
             copies: what `copies` found for this round; None looks for it.
         """
@@ -215,7 +215,7 @@ class TreeGrower:
         """Return False if verifying these copies alone cannot pay: an upper bound, for which no tree is grown."""
         if not any(map(len, copies)) or self._config.nodes is not None:
             return any(map(len, copies))
-        return best_size(copies, weights or [1.0] * len(copies), self._cost(False))[0] > 0
+        return best_size(copies, weights or [1 / len(copies)] * len(copies), self._cost(False))[0] > 0
 
     def _ending(self, tokens: Array, ended: list[bool] | None) -> Array:
         """Return a mask [B, ...] of the tokens that end the text of their row."""

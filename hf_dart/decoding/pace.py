@@ -178,6 +178,15 @@ class Pace:
         """Chances that copies are right (`trees.copies.PRIOR`), by the earlier calls of this kind."""
         return self._record.copy_counts.chances()
 
+    def weights(self, emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
+        """Weights of a token more in each row: how far it brings the batch on, as rounds of this kind have shown.
+
+        Args: as for `row_weights`.
+        """
+        of_all, of_slowest = self._record.gains
+        share = min(max(of_slowest, _LEAST) / max(of_all, _LEAST), 1.0)
+        return [share * weight for weight in row_weights(emitted, limits)]
+
     def choose(
         self, copies: Sequence[Copies], weights: Sequence[float], deepest: Sequence[int]
     ) -> tuple[bool, Sequence[Copies]]:
@@ -185,7 +194,7 @@ class Pace:
 
         Args:
             copies: of each row.
-            weights: of the rows' tokens (`row_weights`).
+            weights: of a token more in each row (`weights`).
             deepest: deepest node of each row's tree.
         """
         record = self._record
@@ -194,7 +203,7 @@ class Pace:
         if not (chooses or due):
             return self.ever_drafts and not self._chooses, copies
         nodes, tokens, self._copies_cost = best_size(copies, weights, self.cost(drafted=False))
-        self._copies, likely = copies, tokens >= sum(weights) + _LIKELY
+        self._copies, likely = copies, tokens >= 1 + _LIKELY
         if due and not likely:
             return False, [NOTHING] * len(copies)
         if not chooses:
@@ -202,7 +211,6 @@ class Pace:
         cost = self._cost_of_drafting()
         rows = zip(weights, copies, deepest, strict=True)
         added = sum(weight * self._expected(one, nodes, most) for weight, one, most in rows if weight)
-        added *= min(max(record.gains[1], _LEAST) / max(record.gains[0], _LEAST), 1.0)
         # A trial has at least one round.
         drafted = added >= cost * tokens / self._copies_cost or not (record.rounds or likely)
         if not (drafted or likely) and record.chances.sum() < cost:  # drafts pay in no other rounds, either

@@ -292,6 +292,10 @@ class _Seat:
         """Note what is to be committed with what the other calls have accepted."""
         self.path, (self.counts,) = path, counts
 
+    def weights(self, emitted: Any, limits: Any) -> list[float]:
+        """Weigh a call alone."""
+        return [1.0]
+
     def choose(self, copies: Any, *_: Any) -> tuple[bool, Any]:
         """Leave the choice to the pace of all calls."""
         return False, copies

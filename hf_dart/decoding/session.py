@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.feed import begun, read_prompt
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.pace import Pace, row_weights
+from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
@@ -40,7 +40,7 @@ class Budget:
     Attributes:
         limits: tokens that each row may emit; 0 if it has ended or is too far ahead.
         deepest: deepest node of each row's tree: a path of k drafts emits k + 1 tokens.
-        weights: of the rows' tokens (`pace.row_weights`).
+        weights: of a token more in each row (`Pace.weights`).
         copies: what may be copied in each row.
         drafted: the drafter is asked for a draft.
     """
@@ -155,7 +155,7 @@ class Session:
         limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         ended = self.rows.ended if self.rows.in_step else None
-        weights = row_weights(self.rows.emitted, limits)
+        weights = self.pace.weights(self.rows.emitted, limits)
         drafted, copies = self.pace.choose(self.grower.copies(deepest, ended), weights, deepest)
         return Budget(limits, deepest, weights, copies, drafted)
 

@@ -113,11 +113,11 @@ NOTHING = Copies([], [], [], [])
 def best_size(copies: Sequence[Copies], weights: Sequence[float], cost: RoundCost) -> tuple[int, float, float]:
     """Nodes below each root at which a round of copies alone brings most for its cost, 0 to N - 1; its tokens and cost.
 
-    Tokens are those expected of all rows, by their weights.
+    The tokens are those expected to bring the batch on: 1 in every round, and each node's by the weight of its row.
     """
     most = min(max(map(len, copies)), len(cost.verify) - 1)
     expected, levels = np.zeros(most + 1), np.zeros(most + 1)
-    expected[0] = sum(weights)
+    expected[0] = 1.0
     for weight, one in zip(weights, copies, strict=True):
         size = min(len(one), most)
         expected[1 : size + 1] += weight * np.exp(one.totals[:size])

@@ -52,7 +52,7 @@ def grow_on_host(
         nodes: most nodes per row, the root included.
         beam: W, how many paths of each depth are extended; None finds the best nodes of all paths.
         cost: of the round; None grows to `nodes`.
-        weights: of the rows' tokens; None counts all rows the same.
+        weights: of a token more in each row, beside 1 for those that every round brings; None for their mean.
 
     Returns:
         The trees, on the CPU. A row that has fewer nodes than others has empty ones.
@@ -61,7 +61,7 @@ def grow_on_host(
     with np.errstate(divide="ignore", invalid="ignore"):  # logarithms of missing candidates
         levels = _levels(candidates, nodes - 1, nodes if beam is None else beam) if nodes > 1 else []
     pool = np.concatenate([np.empty((len(roots), 0)), *(level.scores.reshape(len(roots), -1) for level in levels)], 1)
-    per_row = np.ones(len(roots)) if weights is None else np.array(weights)
+    per_row = np.full(len(roots), 1 / len(roots)) if weights is None else np.array(weights)
     if cost is not None and cost.level:
         depths = _depths(levels, candidates)
         # The nodes down to a depth are the same, however deep the search went on.
@@ -170,7 +170,7 @@ def _best(
     gains = gains[: np.count_nonzero(gains)]
     size, rate = 1 + len(gains), 0.0
     if cost is not None:
-        expected = weights.sum() + np.concatenate([[0.0], gains.cumsum()])
+        expected = 1.0 + np.concatenate([[0.0], gains.cumsum()])
         costs = cost.of_each(len(expected))
         costs[1:] += cost.level * levels
         rates = expected / costs

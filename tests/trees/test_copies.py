@@ -242,7 +242,7 @@ def test_the_size_that_brings_most() -> None:
             both = zip(rows, weights, strict=True)
             taken = [exp(total) * weight for one, weight in both for total in one.totals[:size]]
             deepest = max((depth for one in rows for depth in one.depths[:size]), default=0)
-            rates.append((sum(weights) + sum(taken)) / cost.of(size + 1, deepest))
+            rates.append((1 + sum(taken)) / cost.of(size + 1, deepest))
         size, expected, spent = best_size(rows, weights, cost)
         assert rates[size] == pytest.approx(max(rates)) == pytest.approx(expected / spent)
     assert best_size([NOTHING], [1.0], RoundCost(0.0, np.ones(4))) == (0, 1.0, 1.0)
