@@ -19,12 +19,10 @@ from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
 from support.compare import Tally, assert_identical, run, tally
 from support.guests import dflash_drafter
 from support.heads import assert_saved
-from support.interruptions import interrupt
 from support.modules import with_module
 from support.sentences import refused
 from support.tiny import nearly, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
-from surveys import matrix
 
 from hf_dart import DartCandidateGenerator, LanguageModelDrafter, MtpDrafter, TreeConfig, attach, load_drafter
 
@@ -134,11 +132,6 @@ def test_the_next_turn_drafts_as_if_it_had_read_all(
     assert_drafts_as_if_it_had_read_all(*pairs(kind), "dynamic", lengths, "sampled", taken_up)
 
 
-def test_interrupted_anywhere() -> None:
-    reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=4, seed=1, make=tiny_diffusion_drafter)
-    assert len(set(reached)) > 2
-
-
 @pytest.mark.parametrize("kind", MAKERS)
 def test_odd_prompts(pairs: Any, kind: str) -> None:
     """Chunks, hidden states that the user asks for, and prompts of embeddings."""
@@ -217,20 +210,3 @@ def test_pickles_hold_no_target(kind: str) -> None:
         attach(target).generate(**prompts([7]), **GREEDY, assistant=again)
     assert_identical(target, again.bind(target), prompts([7]), **GREEDY)
     assert_identical(target, drafter, prompts([7]), **GREEDY)
-
-
-# ---- the matrices ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("family", "column"), matrix.CELLS, ids=str)
-def test_cells(family: str, column: Any) -> None:
-    assert matrix.run_cell(family, column, make=tiny_diffusion_drafter).total.mean_tau > 1.3
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("lengths", [[7], RAGGED])
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_interrupted_anywhere_often(family: str, lengths: list[int], sampled: bool) -> None:
-    interrupt(family, "dynamic", lengths, sampled, cases=40, seed=2, make=tiny_diffusion_drafter)

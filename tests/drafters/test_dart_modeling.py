@@ -235,15 +235,6 @@ def test_exact(target: Any, mode: str, passes: tuple[int, ...]) -> None:
     check_exact(model, selecting_head(model), prompts([9, 3, 7]), passes, max_new_tokens=14, **MODES[mode])
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("lengths", [[7], [9, 3, 7, 13]], ids=["row", "batch"])
-def test_exact_matrix(target: Any, mode: str, shape: dict[str, Any], lengths: list[int]) -> None:
-    model = attach(target)
-    check_exact(model, editing_head(model, **shape), prompts(lengths), (0, 1, 2, 3), max_new_tokens=24, **MODES[mode])
-
-
 def test_refine_may_stand_in_the_heads_tree(target: Any, noted: Any) -> None:
     model = attach(target)
     head = editing_head(model, tree={"nodes": 8, "refine": 1})

@@ -108,7 +108,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "another backbone": ({"model_type": "llama"}, 'model_type: "llama"'),
     "domino": ({"dflash_config__projector_type": "domino"}, "projector_type"),
     "latent attention": ({"dflash_config__attention_mode": "mla"}, "attention_mode"),
-    "an unknown field": ({"layer_scale": 0.5}, "layer_scale"),
     "an unknown field inside": ({"dflash_config__use_swa": True}, "use_swa"),
     "a mask token beyond the vocabulary": ({"dflash_config__mask_token_id": 48}, "mask_token_id"),
     "no mask token": ({"dflash_config__mask_token_id": None}, "mask_token_id"),
@@ -121,13 +120,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "causal as a number": ({"is_causal": 1}, "causal"),
     "a block of one": ({"block_size": 1}, "block_size"),
     "two thetas": ({"rope_scaling": None, "rope_parameters": {"rope_theta": 5.0}}, "contradicts"),
-    "no theta": ({"rope_theta": None}, "rope_theta"),
     "rotations that change with the length": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
-    "a window without a size": ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
     "a layer too many": ({"num_hidden_layers": 3}, "layer_types"),
     "heads that do not share": ({"num_key_value_heads": 3}, "multiple"),
-    "a width beyond all memory": ({"hidden_size": 2**19}, "shape"),
-    "layers beyond all memory": ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
 }  # fmt: skip
 
 
@@ -139,19 +134,16 @@ def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> N
 
 
 def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
-    not_read(lambda: load(tmp_path / "nowhere", target), "no folder")
-    not_read(lambda: load("nowhere/at/all", target), "There is no folder nowhere/at/all")
     (tmp_path / "empty").mkdir()
-    not_read(lambda: load(tmp_path / "empty", target), "no config.json")
-    with pytest.raises(OSError, match="cannot be reached"):
-        DFlashDrafter.from_pretrained("someone/dflash", target=target)
+    for folder, words in ((tmp_path / "nowhere", "no folder"), (tmp_path / "empty", "no config.json")):
+        not_read(lambda folder=folder: load(folder, target), words)
     path = Path(dflash_checkpoint(tmp_path / "one", target))
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     not_read(lambda: load(path, target), "safetensors")
-    (path / "model.safetensors.index.json").write_text('{"weight_map": {"norm.weight": "b.safetensors"}}')
-    not_read(lambda: load(path, target), "lacks a file")
-    (path / "model.safetensors.index.json").write_text("[]")
-    not_read(lambda: load(path, target), "JSON")
+    index = path / "model.safetensors.index.json"
+    for content, words in (('{"weight_map": {"norm.weight": "b.safetensors"}}', "lacks a file"), ("[]", "JSON")):
+        index.write_text(content)
+        not_read(lambda words=words: load(path, target), words)
 
 
 def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
@@ -216,11 +208,4 @@ def test_from_the_hub(target: Any, tmp_path: Path, hub: Hub) -> None:
     local = DFlashDrafter.from_pretrained(str(path), target=target)
     assert all(torch.equal(drafter.state_dict()[name], tensor) for name, tensor in local.state_dict().items())
     assert not any("dflash.py" in request for request in hub.requests)
-    for words, changes in (("model.safetensors", {**shards, "model.safetensors.index.json": None}),
-                           ("config.json", {"config.json": None})):  # fmt: skip
-        less = {name: content for name, content in files.items() if name not in changes}
-        name = f"lab/{words}"
-        hub.repositories[name] = Repository()
-        hub.repositories[name].commit("main", None, less, "less")
-        not_read(lambda name=name: DFlashDrafter.from_pretrained(name, target=target), words)
     not_read(lambda: DFlashDrafter.from_pretrained("lab/nothing", target=target), "no repository")

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import tiny_training
-from support.compare import assert_identical
 from support.heads import assert_beam, draft_after, features_of
 from support.sentences import refused
 from support.tiny import prompts, tiny_eagle_drafter, tiny_target
 
-from hf_dart import EagleDrafter, TreeConfig, load_drafter
+from hf_dart import EagleDrafter, TreeConfig
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.training import EagleTrainer
 from hf_dart.training.objective.blocks import build_blocks
 
 
@@ -98,26 +93,6 @@ def test_trees_follow_the_branches(llama: tuple[Any, EagleDrafter]) -> None:
             chances = proposal.conditional[0, level - 1, int(branch[0])][candidates[0, level]].exp()
             expected = chances / chances.sum() * together
             assert torch.allclose(table[0, level, place].exp(), expected, atol=1e-5)
-
-
-def test_training_teaches_it_to_draft(tmp_path: Path) -> None:
-    target = tiny_training.tiny_target()
-    drafter = EagleDrafter.from_target(target, feature_layers=[0, 2, 3], draft_length=4)
-    rows = tiny_training.token_rows(tiny_training.LENGTHS)
-    options = {"max_steps": 16, "per_device_train_batch_size": 3}
-    trainer = tiny_training.tiny_trainer(tmp_path / "run", drafter, target, rows, rows, EagleTrainer, **options)
-    before = trainer.evaluate()
-    trainer.train()
-    after = trainer.evaluate()
-    assert after["eval_loss"] < 0.8 * before["eval_loss"]
-    assert after["eval_tau"] > before["eval_tau"]
-    trainer.save_model(str(tmp_path / "final"))
-    loaded = load_drafter(str(tmp_path / "final"), target=target)
-    assert isinstance(loaded, EagleDrafter)
-    inputs = {"input_ids": rows[1]["input_ids"][None, :8]}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    tree = replace(loaded.tree_config, nodes=8)
-    assert_identical(target, loaded, inputs, do_sample=False, max_new_tokens=12, tree_config=tree)
 
 
 def test_what_belongs_to_dart_heads_is_refused() -> None:

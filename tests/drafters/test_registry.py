@@ -88,7 +88,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     KINDS.update(kinds)
 
 
-def test_a_toy_is_saved_loaded_and_drafts(toy: Any, tmp_path: Path) -> None:
+def test_a_toy_is_known_everywhere(toy: Any, tmp_path: Path) -> None:
     target = tiny_target("qwen3")
     made = toy.ToyDrafter.from_target(target)
     made.save_pretrained(tmp_path / "saved")
@@ -100,18 +100,10 @@ def test_a_toy_is_saved_loaded_and_drafts(toy: Any, tmp_path: Path) -> None:
         options = {"do_sample": sampled, "max_new_tokens": 12, "tree_config": tree}
         assert_identical(target, drafter, prompts([5, 9]), **options)
     assert drafter.last_stats.rounds
-
-
-def test_its_card_says_what_it_registered(toy: Any, tmp_path: Path) -> None:
-    toy.ToyDrafter.from_target(tiny_target("qwen3")).save_pretrained(tmp_path / "saved")
     card = render_card(HeadFacts.read(tmp_path / "saved", repository="alice/toy", base_model="bob/target"))
     assert "A toy for [bob/target]" in card
     assert "from toy_drafter import ToyDrafter" in card
-
-
-def test_it_is_a_choice_of_training_and_a_name_of_the_package(toy: Any, tmp_path: Path) -> None:
-    assert hf_dart.ToyDrafter is toy.ToyDrafter
-    assert trainers()["toy"][0] is toy.ToyDrafter
+    assert hf_dart.ToyDrafter is trainers()["toy"][0] is toy.ToyDrafter
     assert trainer_of("toy") is toy.ToyTrainer
     flags = ["--drafter", "toy", "--output_dir", str(tmp_path), "--train_data", "x", "--draft_length", "3"]
     assert read_recipe(flags).head.drafter == "toy"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from hf_dart.trees.ngram.build import build
 
 @pytest.fixture(scope="module")
 def target() -> Any:
-    return tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
+    return tiny_target("qwen3", dtype=torch.float32, num_hidden_layers=8)
 
 
 @pytest.fixture(scope="module")
@@ -56,30 +57,24 @@ def original(target: Any, folder: Path) -> None:
     save(folder, config, {name: x.half() if x.is_floating_point() else x for name, x in tensors.items()})
 
 
-@pytest.mark.parametrize("form", [plain, adapter, copied, original])
+def published(target: Any, folder: Path) -> None:
+    config = dflash_config(target)
+    save(folder, config, {name: tensor.half() for name, tensor in dflash_tensors(config).items()})
+
+
+@pytest.mark.parametrize("form", [plain, adapter, copied, original, published])
 def test_table_and_dtype(target: Any, table: Path, tmp_path: Path, form: Any) -> None:
-    path = str(tmp_path / "head")
+    path = str(tmp_path / form.__name__)
     form(target, Path(path))
-    assert isinstance(DartHead.from_pretrained(path, target=target, ngram=table).ngram, NgramTable)
-    with pytest.raises((ValueError, OSError), match="gone"):
-        DartHead.from_pretrained(path, target=target, ngram=tmp_path / "gone")
+    load = partial((DFlashDrafter if form is published else DartHead).from_pretrained, path, target=target)
+    assert isinstance(load(ngram=table).ngram, NgramTable)
+    refused(lambda: load(ngram=tmp_path / "gone"), (ValueError, OSError), "gone")
     saved = torch.float32 if form is copied else torch.float16
     wanted = {None: torch.float32, "auto": saved, "bfloat16": torch.bfloat16, torch.float64: torch.float64}
     for dtype, found in wanted.items():
-        assert DartHead.from_pretrained(path, target=target, dtype=dtype).dtype == found
-    refused(lambda: DartHead.from_pretrained(path, target=target, dtype="bf17"), ValueError, "dtype is 'bf17'")
-
-
-def test_a_published_dflash_drafter(tmp_path: Path) -> None:
-    target = tiny_target("qwen3", dtype=torch.float32)
-    config = dflash_config(target)
-    tensors = {name: tensor.half() for name, tensor in dflash_tensors(config).items()}
-    path = str(save(tmp_path / "published", config, tensors))
-    wanted = {None: torch.float32, "auto": torch.float16, "bfloat16": torch.bfloat16, torch.float64: torch.float64}
-    for dtype, found in wanted.items():
-        drafter = DFlashDrafter.from_pretrained(path, target=target, dtype=dtype)
-        assert next(drafter.parameters()).dtype == found
-    with pytest.raises(TypeError, match="no option 'revison'; did you mean 'revision'"):
-        DFlashDrafter.from_pretrained(path, target=target, revison="main")
-    pair = Pair(target, tiny_head(target), None, "target", "head")
-    assert "hf_dart, published" in methods(pair, (), drafters=[drafter])
+        assert next(load(dtype=dtype).parameters()).dtype == found
+    if form is published:
+        with pytest.raises(TypeError, match="no option 'revison'; did you mean 'revision'"):
+            load(revison="main")
+        assert "hf_dart, published" in methods(Pair(target, tiny_head(target), None, "t", "h"), (), drafters=[load()])
+    refused(lambda: load(dtype="bf17"), ValueError, "dtype is 'bf17'")

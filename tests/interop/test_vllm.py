@@ -69,6 +69,8 @@ def test_logits_are_those_that_are_served(
     ours, features, after = drafted(target, head)
     theirs = served(tmp_path, target.get_input_embeddings().weight, features, after)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    again = drafted(target, DartHead.from_pretrained(str(tmp_path), target=target))[0]
+    torch.testing.assert_close(again, ours, rtol=1e-9, atol=1e-9)
     content = json.loads((tmp_path / "config.json").read_text())
     assert content["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
     assert content["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
