@@ -19,6 +19,7 @@ from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
 from support.compare import Tally, assert_identical, run, tally
 from support.guests import dflash_drafter
 from support.heads import assert_saved
+from support.interruptions import interrupt
 from support.modules import with_module
 from support.sentences import refused
 from support.tiny import nearly, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
@@ -80,7 +81,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
                 target = with_module("glm4_moe", tmp_path_factory.mktemp(kind), torch.float64)[0]
             if kind == "gemma4":
                 target = attach(gemma4_target(vocab_size=48))
-            made[kind] = target, MAKERS[kind](target)
+            made[kind] = target, {**MAKERS, **SAVED_PARTS}[kind](target)
         return made[kind]
 
     return of
@@ -132,6 +133,11 @@ def test_the_next_turn_drafts_as_if_it_had_read_all(
     assert_drafts_as_if_it_had_read_all(*pairs(kind), "dynamic", lengths, "sampled", taken_up)
 
 
+def test_interrupted_anywhere() -> None:
+    reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=4, seed=1, make=tiny_diffusion_drafter)
+    assert len(set(reached)) > 2
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 def test_odd_prompts(pairs: Any, kind: str) -> None:
     """Chunks, hidden states that the user asks for, and prompts of embeddings."""
@@ -144,7 +150,7 @@ def test_odd_prompts(pairs: Any, kind: str) -> None:
     assert_identical(target, drafter, {**inputs, "inputs_embeds": embeddings, "input_ids": None}, **GREEDY)
 
 
-@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("kind", [*MAKERS, "some tokens"])
 def test_stocks_assisted_loop(pairs: Any, kind: str) -> None:
     target, drafter = pairs(kind)
     loop = DartCandidateGenerator.stock_loop(drafter)
@@ -157,8 +163,7 @@ def test_stocks_assisted_loop(pairs: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [*SAVED, *SAVED_PARTS])
 def test_save_and_load(pairs: Any, tmp_path: Path, kind: str) -> None:
-    target = pairs(kind if kind in MAKERS else "dart")[0]
-    drafter = {**MAKERS, **SAVED_PARTS}[kind](target)
+    target, drafter = pairs(kind)
     loaded, runs = assert_saved(drafter, target, tmp_path), []
     for each in (drafter, loaded):
         assert_identical(target, each, prompts([7, 4]), **SAMPLED, tree_config=TreeConfig(nodes=8))

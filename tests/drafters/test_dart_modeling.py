@@ -1,4 +1,4 @@
-"""Parts of a DART head: edit passes (what a slot holds, what a pass sees, what may depend on it), and selectors."""
+"""Parts of a DART head: edit passes and selectors."""
 
 from __future__ import annotations
 
@@ -124,46 +124,6 @@ def test_slots_without_a_token_stay_masked(target: Any, slots: dict[str, Any]) -
     again = head.refine(state, first, torch.full((1, head.draft_length), -1))
     states = head.editor(first.hidden[:, 1:], first.hidden[:, 1:])  # the pass over mask slots is the first one
     torch.testing.assert_close(again.hidden[:, 1:], states, **CLOSE)
-
-
-@torch.no_grad()
-def test_passes_converge_from_the_left(target: Any) -> None:
-    """Causal slots: k passes have the k + 1 first tokens that tokens drafted one by one would have (Jacobi)."""
-    head = editing_head(target)
-    features, tokens = texts(head, [7])
-    state, first = begun(head, features, tokens, [7])
-    one_by_one = first.logits.argmax(-1)
-    for depth in range(1, head.draft_length):
-        hold = torch.where(torch.arange(head.draft_length) < depth, one_by_one, 0)  # no later token matters
-        one_by_one[:, depth] = head.refine(state, first, hold).logits[:, depth].argmax(-1)
-    draft = first.logits.argmax(-1)
-    assert not torch.equal(draft, one_by_one)
-    for number in range(1, head.draft_length):
-        again = head.refine(state, first, draft)
-        draft = again.logits.argmax(-1)
-        assert torch.equal(draft[:, : number + 1], one_by_one[:, : number + 1])
-    assert torch.equal(head.refine(state, first, draft).logits, again.logits) or torch.equal(draft, one_by_one)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
-def test_what_a_slot_sees(target: Any, block_attention: str) -> None:
-    head = editing_head(target, block_attention=block_attention)
-    features, tokens = texts(head, [6])
-    state, first = begun(head, features, tokens, [6])
-    draft = first.logits.argmax(-1)
-    again = head.refine(state, first, draft).logits[0]
-    for place in range(head.draft_length):
-        other = draft.clone()
-        other[0, place] = (other[0, place] + 1) % VOCABULARY
-        changed = (head.refine(state, first, other).logits[0] != again).any(-1)
-        assert not changed[0]
-        if place == head.draft_length - 1:
-            assert not changed.any()
-        elif block_attention == "causal":
-            assert changed.tolist() == [place < depth for depth in range(head.draft_length)]
-        else:
-            assert changed[1:].all()
 
 
 def test_shorter_drafts(target: Any) -> None:

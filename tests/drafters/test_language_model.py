@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from support.cases import GREEDY, SAMPLED
 from support.compare import assert_identical, tally
 from support.heads import assert_beam
-from support.sentences import one_sentence, refused
+from support.sentences import refused
 from support.tiny import VOCABULARY, WINDOW, nearly, prompts, tiny_target
 from support.turns import two_turns
 from support.users import letters
@@ -107,12 +107,10 @@ def test_what_is_refused(llama: tuple[Any, LanguageModelDrafter], tmp_path: Path
     small.save_pretrained(tmp_path)
     letters("abcdefgh").save_pretrained(tmp_path)
     loaded = LanguageModelDrafter.from_pretrained(str(tmp_path), target=target, tokenizer=letters("abcdefgh"))
-    with pytest.raises(ValueError, match="other tokens or ids"):
-        LanguageModelDrafter(loaded.model, target, tokenizer=letters("abcdefhg"))
+    other_order = {"tokenizer": letters("abcdefhg")}
+    refused(lambda: LanguageModelDrafter(loaded.model, target, **other_order), ValueError, "other tokens or ids")
     recurrent = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1))
-    with pytest.raises(ValueError, match="give a language model of attention layers") as error:
-        LanguageModelDrafter(recurrent.double(), target)
-    one_sentence(error)
+    refused(lambda: LanguageModelDrafter(recurrent.double(), target), ValueError, "language model of attention layers")
     for wrong in ({"draft_length": 0}, {"beam": 0}):
         refused(lambda wrong=wrong: LanguageModelDrafter(small, target, **wrong), ValueError, "give 1 to")
     refused(lambda: load_drafter(str(tmp_path)), ValueError, "pass target=model")

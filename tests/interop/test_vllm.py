@@ -7,7 +7,6 @@ files with what that package computes (`docs/serving.md`); here they are held ag
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from support.eagle3 import forward
 from support.guests import dflash_checkpoint
 from support.heads import draft_after, features_of, peagle_head
 from support.ngrams import unpacked
+from support.sentences import not_read
 from support.tiny import prompts, tiny_target
 from support.tries import Trie
 from support.users import letters
@@ -94,9 +94,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_vllm_does_not_serve(target: Any, tmp_path: Path, words: str) -> None:
     head = peagle_head(target, **REFUSED[words])
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
-        write_vllm(head, tmp_path / "out", target=target, verifier="x")
-    assert str(error.value).endswith(".")
+    not_read(lambda: write_vllm(head, tmp_path / "out", target=target, verifier="x"), words)
     assert not (tmp_path / "out").exists()
 
 
@@ -134,13 +132,12 @@ def test_a_name_that_is_taken(saved: Path, tmp_path: Path, capsys: pytest.Captur
     assert "no folder" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_head_keeps_its_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_head_keeps_its_dtype(tmp_path: Path) -> None:
     """Whatever that of its target is."""
     target = tiny_target("llama", dtype=torch.bfloat16, num_hidden_layers=8)
     target.save_pretrained(tmp_path / "target")
     letters("abcdefgh").save_pretrained(tmp_path / "target")
-    head = DartHead.from_target(target, own_lm_head=True, double_norm=True).to(dtype)
+    head = DartHead.from_target(target, own_lm_head=True, double_norm=True).half()
     with torch.no_grad():
         for weight in head.parameters():
             weight.normal_()
@@ -149,7 +146,7 @@ def test_a_head_keeps_its_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     assert converted(tmp_path / "head", tmp_path / "ours", "--to", "dart", *options) == 0
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "ours"))
     assert before.keys() == after.keys()
-    assert all(after[name].dtype == dtype and torch.equal(before[name], after[name]) for name in before)
+    assert all(after[name].dtype == torch.float16 and torch.equal(before[name], after[name]) for name in before)
     assert converted(tmp_path / "head", tmp_path / "half", "--to", "dart", "--dtype", "bfloat16", *options) == 0
     half = load_file(tmp_path / "half" / "model.safetensors")
     assert all(torch.equal(half[name], before[name].bfloat16()) for name in before)
