@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hf_dart.trees.config import TreeConfig
     from hf_dart.trees.ngram import NgramTable
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Batcher",

@@ -16,25 +16,45 @@ if TYPE_CHECKING:
     from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
     from hf_dart.training.trainers.evaluation import DecodingCallback
 
-_NAMES = {
-    "data.images": ["image_row"],
-    "data.packing": ["PackedTokens", "tokenize"],
-    "data.sources": ["DataArguments", "load_rows"],
-    "trainers.arguments": ["DartTrainingArguments"],
-    "trainers.dart": ["DartTrainer"],
-    "trainers.diffusion": ["DiffusionTrainer", "DiffusionTrainingArguments"],
-    "trainers.eagle": ["EagleTrainer", "EagleTrainingArguments"],
-    "trainers.edit": ["EditTrainer", "EditTrainingArguments"],
-    "trainers.evaluation": ["DecodingCallback"],
+_HOMES = {
+    "DartTrainer": "trainers.dart",
+    "DartTrainingArguments": "trainers.arguments",
+    "DataArguments": "data.sources",
+    "DecodingCallback": "trainers.evaluation",
+    "DiffusionTrainer": "trainers.diffusion",
+    "DiffusionTrainingArguments": "trainers.diffusion",
+    "EagleTrainer": "trainers.eagle",
+    "EagleTrainingArguments": "trainers.eagle",
+    "EditTrainer": "trainers.edit",
+    "EditTrainingArguments": "trainers.edit",
+    "PackedTokens": "data.packing",
+    "image_row": "data.images",
+    "load_rows": "data.sources",
+    "tokenize": "data.packing",
 }
-__all__ = sorted(["losses", *(name for names in _NAMES.values() for name in names)])
+__all__ = [
+    "DartTrainer",
+    "DartTrainingArguments",
+    "DataArguments",
+    "DecodingCallback",
+    "DiffusionTrainer",
+    "DiffusionTrainingArguments",
+    "EagleTrainer",
+    "EagleTrainingArguments",
+    "EditTrainer",
+    "EditTrainingArguments",
+    "PackedTokens",
+    "image_row",
+    "load_rows",
+    "losses",
+    "tokenize",
+]
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: the losses need none of the packages that the trainers do.
-    for module, names in _NAMES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{module}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
