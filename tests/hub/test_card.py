@@ -112,8 +112,7 @@ def test_columns_of_tables_are_aligned() -> None:
 def test_the_training_is_told_by_the_trainer(tmp_path: Path) -> None:
     target = tiny_target()
     target.config.name_or_path = "them/tiny"
-    rows = token_rows(LENGTHS)
-    fields: dict[str, Any] = {"loss": "left_to_right", "gamma": 0.8, "max_steps": 3}
+    rows, fields = token_rows(LENGTHS), {"loss": "left_to_right", "gamma": 0.8, "max_steps": 3}
     trainer = tiny_trainer(tmp_path, tiny_head(target), target, rows, eval_rows=rows, **fields)
     trainer.train()
     tau = trainer.evaluate()["eval_tau"]

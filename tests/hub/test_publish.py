@@ -132,14 +132,12 @@ def test_a_card_that_changes_meanwhile_is_not_lost(alice: Hub, head: DartHead, m
     assert card_of(alice) == "# Mine"
 
 
-def test_a_trainers_folder_leaves_its_states_behind(alice: Hub, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    shutil.copytree(PACKAGED_HEAD, folder)
-    (folder / "optimizer.pt").write_bytes(b"0" * 100)
+def test_files_that_describe_weights_come_and_go_with_them(alice: Hub, head: DartHead, tmp_path: Path) -> None:
+    folder = shutil.copytree(PACKAGED_HEAD, tmp_path / "run")
     (folder / "training.json").write_text('{"steps": 7}')
     push_folder(folder, "alice/head", bench=BENCH)
-    files = alice.repositories["alice/head"].files()
-    assert "optimizer.pt" not in files
+    stored = alice.repositories["alice/head"]
+    files = stored.files()
     assert json.loads(files["training.json"]) == {"steps": 7}
     assert json.loads(files["bench.json"]) == json.loads(BENCH.read_text(encoding="utf8"))
     assert files["model.safetensors"] == (PACKAGED_HEAD / "model.safetensors").read_bytes()
@@ -148,16 +146,11 @@ def test_a_trainers_folder_leaves_its_states_behind(alice: Hub, tmp_path: Path) 
     push_folder(folder, "alice/again")
     assert [asked for asked in alice.requests if asked.startswith("PUT")] == uploads
     assert len(uploads) == 1
-
-
-def test_what_belonged_to_other_weights_goes_away(alice: Hub, head: DartHead, tmp_path: Path) -> None:
-    push_folder(PACKAGED_HEAD, "alice/head", bench=BENCH)
-    stored = alice.repositories["alice/head"]
     theirs = {"adapter_config.json": b"{}", "notes.md": b"mine", "other.safetensors": b"0"}
     stored.commit("main", stored.refs["main"], {**stored.files(), **theirs}, "by hand")
     head.push_to_hub("alice/head")
     files = stored.files()
-    assert not {"adapter_config.json", "bench.json"} & files.keys()
+    assert not {"adapter_config.json", "bench.json", "training.json"} & files.keys()
     assert {"notes.md", "other.safetensors", "model.safetensors"} <= files.keys()
 
 
@@ -178,15 +171,14 @@ def test_an_adapter_of_a_local_head_is_not_pushed(alice: Hub, head: DartHead, ta
 
 
 def test_a_trainer_pushes_its_head_with_a_card(alice: Hub, tmp_path: Path) -> None:
-    target = training.tiny_target()
-    rows = training.token_rows(training.LENGTHS)
-    trainer = training.tiny_trainer(tmp_path / "run-7", training.tiny_head(target), target, rows, max_steps=2)
+    trainer = training.trainer_on(tmp_path / "run-7", training.token_rows(training.LENGTHS), max_steps=2)
     trainer.train()
+    (tmp_path / "run-7" / "optimizer.pt").write_bytes(b"0" * 100)
     commit = trainer.push_to_hub(license="mit")
     assert alice.repositories["alice/run-7"].messages[commit.oid] == "End of training"
     card = card_of(alice, "alice/run-7")
     assert all(said in card for said in ("# run-7\n", "| steps | 2 |", "license: mit"))
-    assert "training_args.bin" not in alice.repositories["alice/run-7"].files()
+    assert not {"training_args.bin", "optimizer.pt"} & alice.repositories["alice/run-7"].files().keys()
 
 
 def test_a_dry_run_writes_what_would_be_pushed(

@@ -54,41 +54,42 @@ def trainer_of(folder: Path, head: Any = None, **arguments: Any) -> Any:
 RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 2}
 
 
-def assert_is_the_whole_run(trainer: Any, folder: Path) -> None:
-    """It ended with the weights of a run that nothing interrupts, bit for bit."""
-    assert trainer.state.global_step == RUN["max_steps"]
-    whole = trainer_of(folder, **{**RUN, "save_strategy": "no"})
-    whole.train()
-    assert not changed(trainer.drafter, whole.drafter.state_dict())
-
-
 def saved_in(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_run_that_was_killed_while_it_saved_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    """The weights and the optimizer of step 4 were written, the rest was not: step 2 is the newest checkpoint."""
+def test_a_run_that_did_not_fit_and_one_that_was_killed_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Killed while it saved step 4: weights and optimizer were written, the rest was not; step 2 is the newest."""
     folder = tmp_path / "run"
-    (folder / "checkpoint-4").mkdir(parents=True)
-    (folder / "checkpoint-4" / "trainer_state.json").write_text("{}")  # of a run that came by here before
-    assert newest_checkpoint(folder) == str(folder / "checkpoint-4")
+    second, fourth = folder / "checkpoint-2", folder / "checkpoint-4"
+    trainer_of(folder, **{**RUN, "max_steps": 2}).train()
+    size = (second / "optimizer.pt").stat().st_size
+    with largest_file(size - 1), pytest.raises(OSError, match=r"checkpoint-4 could not be written .* make room"):
+        trainer_of(folder, **RUN).train(resume_from_checkpoint=True)
+    assert saved_in(folder) == {"checkpoint-2"}
+
+    fourth.mkdir()
+    (fourth / "trainer_state.json").write_text("{}")  # of a run that came by here before
+    assert newest_checkpoint(folder) == str(fourth)
     process = subprocess.run(command(__file__, str(folder), "4"), env=environment(), timeout=300)
     assert process.returncode == -signal.SIGKILL
-    assert (folder / "checkpoint-4" / "model.safetensors").is_file()
-    assert newest_checkpoint(folder) == str(folder / "checkpoint-2")
-    state = (folder / "checkpoint-2" / "trainer_state.json").read_text()
-    (folder / "checkpoint-4" / "trainer_state.json").write_text(state[: len(state) // 2])
-    assert newest_checkpoint(folder) == str(folder / "checkpoint-2")
+    assert (fourth / "model.safetensors").is_file()
+    assert newest_checkpoint(folder) == str(second)
+    state = (second / "trainer_state.json").read_text()
+    (fourth / "trainer_state.json").write_text(state[: len(state) // 2])
+    assert newest_checkpoint(folder) == str(second)
     (folder / "checkpoint-of-mine").mkdir()
 
-    trainer = trainer_of(folder, **RUN)
+    trainer, whole = trainer_of(folder, **RUN), trainer_of(tmp_path / "whole", **{**RUN, "save_strategy": "no"})
     trainer.train(resume_from_checkpoint=True)
     assert saved_in(folder) == {"checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-of-mine"}
-    assert_is_the_whole_run(trainer, tmp_path / "other")
+    assert trainer.state.global_step == RUN["max_steps"]
+    whole.train()
+    assert not changed(trainer.drafter, whole.drafter.state_dict())  # bit for bit
 
 
 def dying(folder: str, step: str) -> None:
-    """Train, and die while the checkpoint of a step is written."""
+    """Train on, and die while the checkpoint of a step is written."""
 
     class Dying(DartTrainer):
         def _save_rng_state(self, output_dir: str) -> None:
@@ -98,38 +99,20 @@ def dying(folder: str, step: str) -> None:
 
     trainer = trainer_of(Path(folder), **RUN)
     trainer.__class__ = Dying
-    trainer.train()
-
-
-def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    trainer_of(run, **{**RUN, "max_steps": 2}).train()
-    size = (run / "checkpoint-2" / "optimizer.pt").stat().st_size
-    with largest_file(size - 1), pytest.raises(OSError, match=r"checkpoint-4 could not be written .* make room"):
-        trainer_of(run, **RUN).train(resume_from_checkpoint=True)
-    assert saved_in(run) == {"checkpoint-2"}
-
-    trainer = trainer_of(run, **RUN)
-    trainer.train(resume_from_checkpoint=True)
-    assert_is_the_whole_run(trainer, tmp_path / "other")
-
-
-def stream(folder: Path) -> Any:
-    random, names = np.random.default_rng(0), []
-    for part in range(2):
-        rows = [{"input_ids": random.integers(2, VOCABULARY, size).tolist()} for size in random.integers(6, 30, 20)]
-        names.append(write_json_lines(folder / f"{part}.jsonl", rows))
-    arguments = DataArguments(names, shares=[0.3, 0.7], streaming=True, max_length=24)
-    return load_rows(arguments, chat_tokenizer(None), 4)[0]
+    trainer.train(resume_from_checkpoint=str(Path(folder, "checkpoint-2")))
 
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.matrix), 9])
 def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None:
     """Within the first pass through the documents, and after it."""
-    weights = []
+    random, names, weights = np.random.default_rng(0), [], []
+    for part in range(2):
+        rows = [{"input_ids": random.integers(2, VOCABULARY, size).tolist()} for size in random.integers(6, 30, 20)]
+        names.append(write_json_lines(tmp_path / f"{part}.jsonl", rows))
+    mixed = DataArguments(names, shares=[0.3, 0.7], streaming=True, max_length=24)
     options = {"per_device_train_batch_size": 8, "max_steps": 11, "save_strategy": "steps", "save_steps": step}
     for checkpoint in (None, str(tmp_path / f"checkpoint-{step}")):
-        trainer = trainer_on(tmp_path, stream(tmp_path), **options)
+        trainer = trainer_on(tmp_path, load_rows(mixed, chat_tokenizer(None), 4)[0], **options)
         trainer.train(resume_from_checkpoint=checkpoint)
         assert trainer.state.global_step == 11
         weights.append(trainer.drafter.state_dict())
