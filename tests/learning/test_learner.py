@@ -31,10 +31,7 @@ SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 32}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 32}
 RAGGED = [9, 4]
 FAST: dict[str, Any] = {"share": 1.0, "learning_rates": (3e-3,)}
-
-
-def last(target: Any) -> int:
-    return int(target.config.num_hidden_layers)
+LAYERS = {"determined": [0, 1, 2], "best": [0, 1]}  # the logits by the features, or not
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +47,7 @@ def target() -> Any:
 
 @pytest.fixture
 def head(target: Any) -> DartHead:
-    return tiny_head(target, feature_layers=[0, 1, last(target)])
+    return tiny_head(target, feature_layers=LAYERS["determined"])
 
 
 def learning(target: Any, head: Any, **options: Any) -> Learner:
@@ -74,9 +71,6 @@ def teach(learner: Learner, target: Any, head: Any, steps: int = 30) -> None:
     learner.step()
 
 
-# ---- the text ----------------------------------------------------------------------------------------------
-
-
 class Does(BaseStreamer):
     """Does something after some tokens."""
 
@@ -96,7 +90,7 @@ class Does(BaseStreamer):
 def test_every_text_is_stocks(target: Any, layers: str) -> None:
     """Ragged batches, with scores, between rounds and calls; and the head drafts better for it."""
     make = tiny_eagle_drafter if layers == "eagle" else tiny_head
-    head = make(target, feature_layers=[0, 1] if layers == "best" else [0, 1, last(target)])
+    head = make(target, feature_layers=LAYERS.get(layers, [0, 1, 2]))
     learner = Learner(**FAST, every=3)
     learner.attach(head)
     taus = []
@@ -108,8 +102,7 @@ def test_every_text_is_stocks(target: Any, layers: str) -> None:
         assert [*learner._ring.learnt, *learner._ring.fresh][-1].temperature == (seed != 2)
     teach(learner, target, head)
     serve(target, head, range(3), max_new_tokens=1)  # too short to learn from
-    assert learner.failure is None
-    assert learner.stats.learnt
+    assert (learner.failure, learner.stats.learnt) == (None, True)
     assert learner.stats.steps > 20
     assert learner.stats.tau_now > learner.stats.tau_before > 1.3
     assert sum(taus) / len(taus) > 1.3
@@ -176,9 +169,6 @@ def test_calls_in_threads_and_in_inference_mode(target: Any, head: DartHead) -> 
     assert learner.stats.steps > steps
 
 
-# ---- what it leaves alone ----------------------------------------------------------------------------------
-
-
 def test_the_target_the_heads_state_and_the_generators(target: Any, head: DartHead) -> None:
     target.requires_grad_(False)
     target.get_input_embeddings().weight.requires_grad_(True)
@@ -189,12 +179,10 @@ def test_the_target_the_heads_state_and_the_generators(target: Any, head: DartHe
     before = copies(target)
     learner = learning(target, head)
     teach(learner, target, head)
-    assert learner.stats.learnt
     assert not changed(target, before)
     assert flags == [[weight.requires_grad for weight in module.parameters()] for module in (target, head)]
     assert all(weight.grad is None for module in (target, head) for weight in module.parameters())
-    assert head.training
-    assert not target.training
+    assert (learner.stats.learnt, head.training, target.training) == (True, True, False)
     assert torch.equal(head.mask_slot.weight, slot)  # frozen by the user
 
     def state() -> tuple[Any, ...]:
@@ -227,37 +215,28 @@ def test_copies_go_on_by_themselves(target: Any, head: DartHead) -> None:
     assert len(pickled.observers[0]._ring.fresh) + len(pickled.observers[0]._ring.learnt) == 0  # no text
 
 
-# ---- what it keeps -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layers", ["determined", "best"])
 @pytest.mark.parametrize("long", [False, True])
 def test_what_is_kept_is_what_the_target_says_of_the_text(target: Any, layers: str, long: bool) -> None:
     """Features, tokens and logits of each position, prompts of several rows included."""
-    head = tiny_head(target, feature_layers=[0, 1, last(target)] if layers == "determined" else [0, 1])
-    learner = Learner(share=0)
+    head, learner = tiny_head(target, feature_layers=LAYERS[layers]), Learner(share=0)
     learner.attach(head)
     lengths = [150, 140] if long else RAGGED
-    inputs = prompts(lengths)
-    text = run(target, inputs, 0, **{**SAMPLED, "max_new_tokens": 140}, assistant=head).sequences
+    text = run(target, prompts(lengths), 0, **{**SAMPLED, "max_new_tokens": 140}, assistant=head).sequences
     assert head.last_stats.tau > 1.3
-    student = learner._student
-    assert student is not None
-    segments = [*learner._ring.fresh]
+    student, segments = learner._student, [*learner._ring.fresh]
     assert len(segments) == 2 * len(lengths) if long else len(lengths)
     assert learner.stats.tokens > 130 * len(lengths)
     for number, segment in enumerate(segments):
         row = number % len(lengths)
         ids = text[row : row + 1, max(lengths) - lengths[row] :]
-        at = [ids[0, start : start + len(segment)].tolist() for start in range(ids.shape[1])].index(
-            segment.next_tokens.tolist()
-        )
+        parts = [ids[0, start : start + len(segment)].tolist() for start in range(ids.shape[1])]
+        at = parts.index(segment.next_tokens.tolist())
         plain = target(ids, output_hidden_states=True)
         wanted = torch.cat([plain.hidden_states[layer] for layer in head.feature_layers], dim=-1)[0]
         there = slice(at - 1, at - 1 + len(segment))
         torch.testing.assert_close(segment.features, wanted[there])
-        assert segment.prompt == max(lengths[row] - at, 0)
-        assert segment.temperature == 1.0
+        assert (segment.prompt, segment.temperature) == (max(lengths[row] - at, 0), 1.0)
         logits = plain.logits[0, there]
         if layers == "determined":
             assert not segment.best
@@ -273,13 +252,10 @@ def test_comparisons_are_of_what_the_head_would_have_drafted(target: Any, head: 
     learner = Learner(share=0)
     learner.attach(head)
     serve(target, head, [0], max_new_tokens=20, temperature=0.8)
-    segment = learner._ring.fresh[1]
-    student = learner._student
-    assert student is not None
+    segment, student, depth = learner._ring.fresh[1], learner._student, head.draft_length
     found = student.expected([segment], 3, [student.frozen])[0]
     logits = target.lm_head(segment.features[:, -target.config.hidden_size :]).detach()
     wanted = []
-    depth = head.draft_length
     for start in range(segment.prompt - 1, len(segment) - depth - 1, 3):
         state = head.begin(1, len(segment))
         read = segment.features[None, : start + 1], segment.next_tokens[None, : start + 1], torch.tensor([start + 1])
@@ -295,11 +271,19 @@ def test_comparisons_are_of_what_the_head_would_have_drafted(target: Any, head: 
     torch.testing.assert_close(found.tolist(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_memory_is_bounded(target: Any, head: DartHead) -> None:
+def test_memory_is_bounded_and_text_is_learnt_from_only_after_the_comparison(target: Any, head: DartHead) -> None:
     limit = 1024 * (3 * target.config.hidden_size + 1) * 8
     learner = learning(target, head, memory=limit, share=0)
-    serve(target, head, range(20))
     ring = learner._ring
+    assert not ring.learnt
+    assert learner.stats.steps == 0
+    learner.step()
+    assert not ring.fresh
+    served = len(ring.learnt)
+    serve(target, head, [5])
+    assert len(ring.learnt) == served
+    assert any(one is ring.learnt[-1] for one in ring.draw(4, torch.Generator()))
+    serve(target, head, range(20))
     kept = [*ring.learnt, *ring.fresh]
     assert len(kept) < 22  # one row of each call, as there is room for; the first ones have gone
     assert limit / 2 < ring.bytes == sum(one.bytes for one in kept) <= 3 * limit / 4
@@ -325,9 +309,6 @@ def test_a_pause_within_a_call_leaves_no_gap_in_a_text(target: Any, head: DartHe
     assert kept == text[0, -len(kept) :].tolist()
 
 
-# ---- what it learns ----------------------------------------------------------------------------------------
-
-
 def test_it_goes_back_where_learning_does_not_win(target: Any, head: DartHead) -> None:
     """Steps that are much too large: no draft is made with them, and it waits for other text."""
     learner = learning(target, head, learning_rates=(1e3,))
@@ -343,19 +324,6 @@ def test_it_goes_back_where_learning_does_not_win(target: Any, head: DartHead) -
     serve(target, head, range(3))
     assert learner.stats.steps == steps
     assert learner.stats.tau_now == learner.stats.tau_before
-
-
-def test_text_is_learnt_from_only_after_the_comparison(target: Any, head: DartHead) -> None:
-    learner = learning(target, head, share=0)
-    assert not learner._ring.learnt
-    assert learner.stats.steps == 0
-    learner.step()
-    assert not learner._ring.fresh
-    served = len(learner._ring.learnt)
-    serve(target, head, [5])
-    assert len(learner._ring.learnt) == served
-    drawn = learner._ring.draw(4, torch.Generator())
-    assert any(one is learner._ring.learnt[-1] for one in drawn)
 
 
 def test_the_share_is_kept(target: Any, head: DartHead) -> None:
@@ -404,16 +372,12 @@ def test_attached_and_detached(target: Any, head: DartHead) -> None:
 
 def test_sixteen_bits(target: Any) -> None:
     """Small steps add up."""
-    head = tiny_head(target, feature_layers=[0, 1, last(target)]).to(torch.bfloat16)
+    head = tiny_head(target, feature_layers=LAYERS["determined"]).to(torch.bfloat16)
     learner = learning(target, head, learning_rates=(1e-5,), share=0)
-    first = learner.step()
-    for _ in range(60):
-        learner.step()
-    student = learner._student
-    assert student is not None
-    assert first is not None
-    weights = copies(student.frozen)
-    assert len(changed(student.learnt, weights)) > len(weights) / 2
+    for _ in range(61):
+        assert learner.step() is not None
+    weights = copies(learner._student.frozen)
+    assert len(changed(learner._student.learnt, weights)) > len(weights) / 2
     assert_identical(target, head, prompts(RAGGED), **SAMPLED)
 
 
@@ -439,9 +403,6 @@ def test_saved_heads_load(target: Any, head: DartHead, rank: int | None, tmp_pat
     for one in (head, first):
         run(target, inputs, 0, **SAMPLED, tree_config=TreeConfig(nodes=12), assistant=one)
     assert head.last_stats.committed == first.last_stats.committed != drafts[0]
-
-
-# ---- refusals ----------------------------------------------------------------------------------------------
 
 
 def test_heads_and_options_that_are_refused(target: Any, head: DartHead) -> None:
