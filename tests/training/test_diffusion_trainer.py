@@ -129,6 +129,8 @@ def test_evaluations_are_of_the_blocks_alone(tmp_path: Path) -> None:
     trainers = (trainer_on(tmp_path, rows, rows, text_weight=weight) for weight in (0.0, 1.0))
     first, second = (trainer.evaluate()["eval_loss"] for trainer in trainers)
     assert first == second
+    with pytest.raises(ValueError, match=r"give share_embeddings=True\.$"):
+        trainer_on(tmp_path, [], head=partial(tiny_drafter, share_embeddings=False))
 
 
 def test_what_is_masked(tmp_path: Path) -> None:
@@ -167,8 +169,3 @@ def test_the_target_runs_only_where_it_is_asked(tmp_path: Path, loss: str) -> No
     trainer.train()
     tries = 3  # of packed rows that are kept apart, and of logits of some tokens beside all
     assert len(runs) == (8 + tries if loss == "dart" else 0)
-
-
-def test_embeddings_of_its_own_are_not_trained(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"give share_embeddings=True\.$"):
-        trainer_on(tmp_path, [], head=partial(tiny_drafter, share_embeddings=False))

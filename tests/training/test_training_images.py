@@ -87,10 +87,8 @@ def test_tau_rises_on_images(family: str, tmp_path: Path) -> None:
     target = in_float32(family)
     rows, held_out = own_rows(target, family, 32, 0), own_rows(target, family, 8, 100)
     head = tiny_head(target, feature_layers=[0, 2, 4])
-    trainer = tiny_trainer(
-        tmp_path, head, target, rows, held_out, max_steps=60, per_device_train_batch_size=8, save_strategy="steps",
-        save_steps=60,
-    )  # fmt: skip
+    options = {"max_steps": 60, "per_device_train_batch_size": 8, "save_strategy": "steps", "save_steps": 60}
+    trainer = tiny_trainer(tmp_path, head, target, rows, held_out, **options)
     before = trainer.evaluate()["eval_tau"]
     trainer.train()
     after = trainer.evaluate()["eval_tau"]
