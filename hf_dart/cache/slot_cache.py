@@ -1,7 +1,7 @@
 """`SlotCache`: keys and values of rows of any length, position p of a row in slot p.
 
-One cache for the target and for drafters, in eager and in captured rounds. What a round drafts is written after the
-committed entries; a commit moves accepted entries alone, so that rows of different lengths need no padding.
+What a round drafts is written after the committed entries; a commit moves accepted entries alone, so that rows of
+different lengths need no padding.
 """
 
 from __future__ import annotations
@@ -158,22 +158,14 @@ class SlotStore:
             self.storage[:, here, :, :count] = other.storage[:, there, :, :count]
 
     def take_over(self, index: int, states: Tensor, pads: list[int], slots: int) -> None:
-        """Copy entries [B, heads, n, head_dim], the last n of `slots` slots, to their positions.
-
-        Args:
-            pads: left padding per row.
-        """
+        """Copy entries [B, heads, n, head_dim], the last of `slots` with `pads` on the left, to their positions."""
         buffer, kept = self.buffer(index), states.shape[2]
         for row, pad in enumerate(pads):
             start, end = max(slots - kept - pad, self.first), slots - pad
             buffer[row, :, start - self.first : end - self.first] = states[row, :, kept - (end - start) :]
 
     def read(self, index: int, starts: Tensor, count: int) -> Tensor:
-        """Read `count` entries of each row from positions `starts` [B] on: [B, heads, count, head_dim].
-
-        Raises:
-            RuntimeError: some have made room for others.
-        """
+        """Read `count` entries of each row from positions `starts` [B] on: [B, heads, count, head_dim]."""
         if int(starts.min()) < self.first:
             raise RuntimeError("The window has left those positions.")
         buffer = self.buffer(index)
@@ -332,10 +324,7 @@ class SlotCache:
         return int(self.counted.max())
 
     def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Return True if all buffers take values of that device and dtype.
-
-        Buffers made in inference mode take none outside it.
-        """
+        """Return True if all buffers take such values; those made in inference mode take none outside it."""
         return all(
             (storage.device, storage.dtype) == (device, dtype)
             and (torch.is_inference_mode_enabled() or not storage.is_inference())

@@ -56,11 +56,7 @@ After = Callable[[Tensor], Tensor]
 class RunningStates:
     """The running states of B rows, and those of the nodes of the tree that was verified last.
 
-    Args:
-        prompt: states after the prompt; they are not written to.
-
-    Attributes:
-        committed: after the committed tokens of each row.
+    Those after the `prompt` are not written to; `committed` ones are after the committed tokens of each row.
     """
 
     def __init__(self, prompt: Mapping[Any, Tensor]) -> None:

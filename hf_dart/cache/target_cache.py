@@ -179,11 +179,7 @@ class TargetCache:
         return self.entries.past_positions(self.cache.layers[layer].parts[0][0])
 
     def prepare(self, nodes: int) -> None:
-        """Make room for `nodes` tree nodes per row.
-
-        Raises:
-            RuntimeError: a commit was interrupted, after which rounds cannot go on.
-        """
+        """Make room for `nodes` tree nodes per row."""
         if not self._whole:
             raise RuntimeError("A commit was interrupted, and rounds cannot go on over this cache.")
         self.entries.prepare(nodes)
@@ -214,10 +210,8 @@ class TargetCache:
         """Lay the first `grown` entries after the prompt into the stock cache, in stock's slots; once only.
 
         Every row must have as many. Where running states have more or fewer in some row, the stock cache is left with
-        the prompt: the state of one row is not that of the others. Should it fail, it still holds the prompt as well.
-
-        Raises:
-            RuntimeError: a commit was interrupted, and the cache cannot be read.
+        the
+        prompt: the state of one row is not that of the others. Should it fail, it still holds the prompt as well.
         """
         if self._written_back:
             return

@@ -40,9 +40,6 @@ _PREFIX = "base_model.model."
 _SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
 
 
-# ---- putting them on ---------------------------------------------------------------------------------------
-
-
 def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
     """`DartHead.add_adapter`."""
     if not isinstance(config, PeftConfig):
@@ -169,9 +166,6 @@ def unwrap(head: TrainedDrafter, merge: str | None) -> None:
     head.__dict__.pop("peft_config", None)
 
 
-# ---- files -------------------------------------------------------------------------------------------------
-
-
 def from_folder(
     cls: Any, path: str, base: str | None, *, target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
 ) -> Any:
@@ -208,9 +202,7 @@ def _base_named(
     """Return the place of an adapter's head: `base`, else the one that its adapter_config.json names."""
     base, revision = (base, None) if base else (listed.get("base_model_name_or_path"), listed.get("revision"))
     if not base or not isinstance(base, str):
-        raise ValueError(
-            f"The adapter in {path} does not name its head; pass base=, the head's path."
-        )
+        raise ValueError(f"The adapter in {path} does not name its head; pass base=, the head's path.")
     if missing_folder(base):
         raise ValueError(f"The adapter in {path} belongs to the head in {base}, which is not there; pass base=.")
     place = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's

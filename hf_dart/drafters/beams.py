@@ -1,8 +1,7 @@
 """Drafting token by token: after each of the best tokens of a depth comes a distribution of its own.
 
-A drafter that reads one token after the other (an EAGLE head, a multi-token prediction module, a language model)
-drafts d tokens in d passes. Each pass reads the best W tokens of the one before it, side by side, so that the drafts
-branch (EAGLE-2, arXiv 2406.16858, grows its trees so).
+A drafter that reads one token after the other drafts d tokens in d passes. Each pass reads the best W tokens of the one
+before it, side by side, so that the drafts branch (EAGLE-2, arXiv 2406.16858, grows its trees so).
 """
 
 from __future__ import annotations
@@ -51,8 +50,7 @@ class View:
     """Slots and positions of one forward's entries, and the mask of what they attend to.
 
     Attributes:
-        positions: [B, Q].
-        slots: [B, Q] that they are written to.
+        positions, slots: [B, Q], the latter those that they are written to.
         seen: [B, Q, S] bool, which of the first S slots each attends to.
         at: [B, S] the positions of those.
     """
@@ -103,11 +101,7 @@ class View:
 
 
 class BeamDrafter(Drafter[State]):
-    """A drafter that is asked for one pass at a time.
-
-    Attributes:
-        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain.
-    """
+    """A drafter that is asked for one pass at a time, over `beam` tokens of each depth; 1 drafts a chain."""
 
     beam: int
 
@@ -173,10 +167,7 @@ class BeamDrafter(Drafter[State]):
         if not branches:
             return Proposal(logits, hidden_states)
         return BeamProposal(
-            logits,
-            hidden_states,
-            branches=torch.stack(branches, dim=1),
-            conditional=torch.stack(conditional, dim=1),
+            logits, hidden_states, branches=torch.stack(branches, dim=1), conditional=torch.stack(conditional, dim=1)
         )
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:

@@ -14,11 +14,7 @@ from hf_dart.models.tokenizers import same_vocabulary, template_hash, tokenizer_
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own.
-
-    Raises:
-        TypeError: it is no model, or a drafter.
-    """
+    """Return the model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own."""
     if isinstance(model, Drafter):
         raise TypeError(f"{type(model).__name__} is a drafter and no target; give the target first, then the drafter.")
     if not isinstance(model, nn.Module):

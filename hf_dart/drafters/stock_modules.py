@@ -1,7 +1,6 @@
 """Modules of transformers that draft: whole language models, or layers of one, over keys and values in slots.
 
-What is verified lies at position p of a row in slot p, whatever the lengths of the other rows; what is drafted comes
-after it and is overwritten by the next round, so that nothing moves when a draft is verified.
+Drafted entries come after verified ones and are overwritten by the next round: nothing moves when a draft is verified.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ SHAPE = ("draft_length", "beam")
 class ModuleCache(SlotCache):
     """Keys and values of modules of transformers in one call.
 
-    Attributes:
-        first: [B] entries that came before those that verified positions bring (`Drafter.read_first`).
-        full: the text is longer than the positions that the drafter knows: it drafts no more.
+    `first` [B] entries came before verified positions (`Drafter.read_first`); a `full` one is for a text longer than
+    the positions that the drafter knows, which drafts no more.
     """
 
     first: Tensor | int = 0
@@ -41,12 +39,7 @@ class ModuleCache(SlotCache):
 
 
 class StockDrafter(BeamDrafter[ModuleCache]):
-    """A drafter of transformers' modules, which run once for each of d tokens.
-
-    Args:
-        layers: attention layers of the modules.
-        draft_length, beam, tree_config: as its subclasses have them.
-    """
+    """A drafter of transformers' modules with `layers` attention layers, which run once for each of d tokens."""
 
     def __init__(self, layers: int, draft_length: int, beam: int, tree_config: TreeConfig | None) -> None:
         if not 1 <= draft_length <= MAX_DRAFT_LENGTH or beam < 1:

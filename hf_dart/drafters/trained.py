@@ -69,11 +69,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
 
     @property
     def shared(self) -> TargetModules:
-        """The target's modules.
-
-        Raises:
-            ValueError: the drafter has no target.
-        """
+        """The target's modules; without a target, a `ValueError`."""
         if self._shared is None:
             name = type(self).__name__
             raise ValueError(
@@ -99,11 +95,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         return self
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the drafter was not made for; its own, deep copies and PEFT wrappers of it are fine.
-
-        Raises:
-            ValueError: the drafter has no target, or was made for another one.
-        """
+        """Refuse a target that the drafter was not made for; its own, deep copies and PEFT wrappers of it are fine."""
         shared = self.shared
         own = shared.embeddings is target.get_input_embeddings() and shared.lm_head is lm_head_of(target)
         if not own and target not in shared.compatible:
@@ -297,13 +289,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         if not self.adapted:
             self.name_or_path, self._place = name, place
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        max_shard_size: int | str = "50GB",
-        **options: Any,
-    ) -> CommitInfo:
+    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "50GB", **options: Any) -> CommitInfo:
         """Push to the Hub in one commit: weights, config, a card, `custom_generate` and what else is known about it.
 
         Args:

@@ -1,7 +1,6 @@
 """Draft vocabularies: a head that scores some of the target's tokens only (FR-Spec, arXiv 2502.14856).
 
-The target's LM head is the widest matrix that a head reads; frequent tokens carry almost all drafts. What lies
-outside is never drafted, and the output is the same: the target says those tokens itself.
+Frequent tokens carry almost all drafts. What lies outside is never drafted: the target says those tokens itself.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ def checked(tokens: Any, vocab_size: int) -> Tensor:
 
 
 class LMHeadRows:
-    """The rows of an LM head that belong to a draft vocabulary, copied out once.
-
-    Reading them where they lie would gather M H numbers for every draft.
-    """
+    """The rows of an LM head that belong to a draft vocabulary, copied out once: gathering them takes long."""
 
     def __init__(self) -> None:
         self._rows: tuple[Any, Tensor, Tensor, Tensor | None] | None = None
@@ -61,11 +57,7 @@ class LMHeadRows:
 
 
 def unused_token(tokenizer: Any, vocab_size: int) -> int:
-    """Return an id of the embedding table that no text contains: the last padding row or placeholder, or the pad.
-
-    Raises:
-        ValueError: every row belongs to another token of the tokenizer.
-    """
+    """Return an id of the embedding table that no text contains: the last padding row or placeholder, or the pad."""
     rows, special = set(range(vocab_size)), tokenizer.special_tokens_map
     # Of added tokens only: an ordinary token "mask" is a word.
     added = tokenizer.added_tokens_decoder.items()

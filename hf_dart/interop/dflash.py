@@ -162,8 +162,7 @@ def _read_speculators(fields: Fields) -> dict[str, Any]:
         **vocabulary,
         "ignored": ("confidence_head.", "embed_tokens.", "verifier_", *(["lm_head."] if whole else [])),
         "layers": tuple(
-            (window is not None and not both_ways, window)
-            for window in read_windows(layer, backbone.num_hidden_layers)
+            (window is not None and not both_ways, window) for window in read_windows(layer, backbone.num_hidden_layers)
         ),
         "reach_of_block": True,
         # Counted as `hidden_states`, the last of which speculators reads before the final norm.

@@ -1,7 +1,6 @@
-"""Reader of the config.json of Gemma 4's assistants (`gemma4_assistant`, `gemma4_unified_assistant`).
+"""Reader of the config.json of Gemma 4's assistants, small Gemma 4s without keys and values of their own.
 
-An assistant is a small Gemma 4 whose layers have no keys and values of their own, between two projections. Its fields
-are those of transformers, whose config checks them; tensors have the names of its modules.
+Its fields are those of transformers, whose config checks them; tensors have the names of its modules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The multi-token prediction module of a target, read from the files of its checkpoint.
 
-transformers knows the modules of several families (`MtpModel`) and how their weights are called. Others are made of the
-same parts, and only their configs or names do not say so:
+transformers knows the modules of several families (`MtpModel`) and how their weights are called. Others:
 
 - Qwen3-Next and Qwen3.5 (`mtp.*`): one layer of full attention.
 - MiMo (`model.mtp_layers.N.*`), which transformers runs as a Qwen2: the hidden state comes first in `input_proj`.

@@ -1,8 +1,7 @@
 """Reader of heads in the format of DART's released code (arXiv 2601.19278).
 
-There a head has d - 1 mask slots and gives d distributions; it reads the target in front of layers 2, L // 2 and
-L - 3, has an LM head of its own, norms the output of its layer twice, and maps its vocabulary to the target's by
-offsets: token i of the draft is i + d2t[i] of the target. Token embeddings are always the target's.
+There a head reads the target in front of layers 2, L // 2 and L - 3, has an LM head of its own, norms the output of its
+layer twice, and maps its vocabulary to the target's by offsets: token i of the draft is i + d2t[i] of the target.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Reader of `.trie` files, in which DART's own code (arXiv 2601.19278) keeps its n-grams, into an `NgramTable`.
 
 Little-endian and packed: `u64 order, u64 nodes`, then every node, `i32 token, u64 parent, i32 count, u64 children` and
-its children, `i32 token, u64 node` each. Node 0 is the root; a parent stands in front of its children. That makes 36
-bytes per node and 4 more. A node stands for the n-gram on the way to it, and its count is how often that occurs; the
-root's is not looked at (it may even be negative in files that were reduced). The lists of children say again what the
-parents say, and are passed over.
+its children, `i32 token, u64 node` each. Node 0 is the root; a parent stands in front of its children. A node stands
+for the n-gram on the way to it, and its count is how often that occurs; the root's is not looked at, nor are children.
 
 Memory is bounded whatever the size of a file: it is mapped, and what is known of its nodes lies on disk, 9 bytes each.
 """

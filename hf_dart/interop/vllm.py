@@ -1,9 +1,7 @@
 """Heads for serving engines: `mask_mode="peagle"` heads in the format of vLLM's `speculators` package (0.9).
 
-vLLM's P-EAGLE (arXiv 2602.01469) is the same network, so its logits are the head's: `fc`, a first layer over pairs,
-further ones as in Llama, one norm, an LM head of its own, a vocabulary mapped by offsets, and mask slots of a feature
-vector and a token. It drafts chains. What it does not know is refused here, because it would be served as something
-else without a word.
+vLLM's P-EAGLE (arXiv 2602.01469) is the same network, so its logits are the head's. It drafts chains. What it does not
+know is refused here, because it would be served as something else without a word.
 """
 
 from __future__ import annotations

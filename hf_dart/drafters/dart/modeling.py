@@ -136,10 +136,7 @@ class DartModel(TrainedDrafter):
         return Entries(torch.cat([token, known], dim=-1), residual)
 
     def slot_inputs(self, batch: int, count: int) -> Entries:
-        """Return the entries of mask slots, which are all alike: [B, count, ...].
-
-        A learned slot is one vector, the first H of which are the residual.
-        """
+        """Return the entries [B, count, ...] of mask slots, alike; the first H of a learned vector are the residual."""
         learned = self.mask_slot.weight[None]
         if self.config.mask_mode == "peagle":
             # Filled in place: a CUDA graph takes no number from the host.
@@ -152,11 +149,9 @@ class DartModel(TrainedDrafter):
         return Entries(*(part.expand(batch, count, -1) for part in slot))
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """Return the entries of slots that hold a draft (`Editor`).
+        """Return the entries of slots that hold draft tokens [B, M] (`Editor`); where one is -1, its slot stays masked.
 
-        Args:
-            tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.
-            hidden: [B, M, H] of the first pass at these slots.
+        `hidden` [B, M, H] is that of the first pass at these slots.
         """
         assert self.editor is not None
         slots = self.slot_inputs(*tokens.shape)
@@ -249,17 +244,14 @@ class BigramSelector(nn.Module):
     def forward(
         self, hidden: Tensor, logits: Tensor, embeddings: Tensor, previous: Tensor, candidates: Tensor
     ) -> Tensor:
-        """`delta` of all pairs.
+        """`delta` of all pairs: [..., d, J, K].
 
         Args:
             hidden: [..., d, H] what the draft logits were read from.
             logits: [..., d, K] u of the candidates.
             embeddings: [n, E] of n different tokens.
-            previous: [..., d, J] which of them are in front.
-            candidates: [..., d, K] which of them are the candidates at each depth.
-
-        Returns:
-            [..., d, J, K]
+            previous, candidates: [..., d, J] and [..., d, K] which of them are in front, and the candidates, at each
+                depth.
         """
         return self._delta(hidden, logits, self.previous(embeddings)[previous], self.candidate(embeddings)[candidates])
 

@@ -80,12 +80,7 @@ def _convolved(convolution: BlockConvolution | None, part: Callable[[Tensor], Te
 class BlockConvolution(nn.Module):
     """A causal convolution in front of a part of a layer and one after it, which read the block alone.
 
-    Kernels are those learned per channel and, added to them, ones that the input gives per group of channels.
-
-    Args:
-        hidden_size: H.
-        taps: k, how many entries it reads, its own included.
-        group_size: channels that share what the input gives.
+    Kernels are those learned per channel plus ones that the input gives per group of channels.
     """
 
     def __init__(self, hidden_size: int, taps: int, group_size: int) -> None:
@@ -123,10 +118,7 @@ class PairSelector(nn.Module):
     def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
         """Scores [B, d, J, K] to be added to logits.
 
-        Args:
-            hidden: [B, d, H].
-            previous: [B, d, J] token ids in front.
-            candidates: [B, d, K] columns of the draft vocabulary.
+        Hidden states are [B, d, H], tokens in front [B, d, J], candidates [B, d, K] columns of the draft vocabulary.
         """
         context = self.hidden_projection(hidden)[:, :, None] * self.predecessor_codebook[previous]
         return context @ self.successor_codebook[candidates].transpose(-1, -2)

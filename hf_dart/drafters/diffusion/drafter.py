@@ -89,8 +89,7 @@ class DiffusionDrafter(TrainedDrafter):
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...], `MASK` for masked ones, to what goes into the first layer [..., H].
 
-        What is floating already, [..., E], is a prompt given as `inputs_embeds`. A drafter with a table of its own
-        knows no tokens there and reads them as masked.
+        A prompt given as `inputs_embeds` is floating; a drafter with a table of its own reads it as masked tokens.
         """
         if tokens.is_floating_point() and not self.config.share_embeddings:
             tokens = tokens.new_full(tokens.shape[:-1], MASK, dtype=torch.long)
@@ -223,12 +222,7 @@ class DiffusionDrafter(TrainedDrafter):
         return Proposal(logits, hidden)
 
     def _run(
-        self,
-        state: SlotCache,
-        x: Tensor,
-        block: int = 0,
-        counts: Tensor | None = None,
-        wanted: Tensor | None = None,
+        self, state: SlotCache, x: Tensor, block: int = 0, counts: Tensor | None = None, wanted: Tensor | None = None
     ) -> Tensor:
         """Run entries x [B, Q, H] after the cached ones through all layers, their keys and values into the cache.
 

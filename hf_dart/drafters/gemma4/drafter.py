@@ -161,7 +161,7 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
         return [rotate(attention.k_norm(key), (cos[:, None], sin[:, None])), attention.v_norm(value)]
 
     def _run(self, state: SlotCache, tokens: Tensor, before: Tensor) -> Tensor:
-        """States [B, W, H] of tokens [B, W], or their embeddings, each after what predicted it, of the target's width.
+        """States [B, W, H] of tokens [B, W] or their embeddings, each after the state that predicted it.
 
         All ask from the position of the last committed token, and none attends to another.
         """

@@ -148,9 +148,7 @@ class LanguageModelDrafter(StockDrafter):
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
         return self._device, self.model.dtype
 
-    def read_last(
-        self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor
-    ) -> Tensor | None:
+    def read_last(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor | None:
         """Take in tokens; logits [B, 1, V] after the last, None where the text is longer than the model's positions."""
         tokens = next_tokens
         if tokens.is_floating_point():  # a prompt given as the target's embeddings
@@ -167,9 +165,7 @@ class LanguageModelDrafter(StockDrafter):
         rows = torch.arange(len(counts))
         return logits[rows, places.to(logits.device)][:, None]
 
-    def draft_level(
-        self, state: ModuleCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor
-    ) -> Tensor:
+    def draft_level(self, state: ModuleCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
         return self._run(state, tokens, View.of_level(state, level, sees))
 
     def log_chances(self, states: Tensor) -> Tensor:
