@@ -85,6 +85,9 @@ def token_rows(lengths: list[list[int]]) -> list[dict[str, Tensor]]:
     return [{"input_ids": i, "documents": d} for i, d in zip(ids, documents, strict=True)]
 
 
+ROWS = token_rows(LENGTHS)
+
+
 def batch_of(rows: list[dict[str, Tensor]], draft_length: int, count: int) -> dict[str, Tensor]:
     """The rows stacked, with `count` anchors each."""
     batch = default_data_collator(rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.tiny_training import LENGTHS, batch_of, taught, tiny_head, token_rows, trainer_on
+from support.tiny_training import ROWS, batch_of, taught, tiny_head, trainer_on
 
 from hf_dart.drafters.layers import take
 from hf_dart.training.objective.blocks import build_blocks, draw_anchors
@@ -47,9 +47,8 @@ def test_blocks_are_what_propose_drafts(tmp_path: Path, draft_length: int, layer
     The last layer leaves out the real positions that draft nothing; gradients are those of all of them.
     """
     config = {"draft_length": draft_length, "num_layers": layers, "block_attention": block_attention}
-    rows = token_rows(LENGTHS)
-    trainer = trainer_on(tmp_path, rows, head=partial(tiny_head, **config), dtype=torch.float64)
-    head, target, batch = trainer.drafter, trainer.target, batch_of(rows, draft_length, 7)
+    trainer = trainer_on(tmp_path, ROWS, head=partial(tiny_head, **config), dtype=torch.float64)
+    head, target, batch = trainer.drafter, trainer.target, batch_of(ROWS, draft_length, 7)
     ids, documents, anchors = batch["input_ids"], batch["documents"], batch["anchors"]
     features, goals = taught(trainer, batch)
     blocks = build_blocks(documents, anchors, draft_length, block_attention == "bidirectional")

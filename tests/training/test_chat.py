@@ -19,8 +19,6 @@ from hf_dart.errors import UserError
 from hf_dart.models.tokenizers import template_hash
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data.chat import ChatFormat, as_messages
-from hf_dart.training.objective.blocks import labels_after, target_positions
-from hf_dart.training.objective.losses import NO_LABEL
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
@@ -79,14 +77,6 @@ def test_sharegpt_messages_and_an_assistant_that_was_given_its_first_text() -> N
     messages = [{"role": "assistant", "content": "Welcome."}, *CONVERSATION[1:3]]
     (document,) = ChatFormat(tokenizer).encode(messages)
     assert runs_of(*document, tokenizer) == [REPLIES[0] + tokenizer.eos_token]
-
-
-def test_labels_end_with_the_assistants_tokens() -> None:
-    ids, rows = torch.arange(10, 22)[None], torch.zeros(2, 1, dtype=torch.long)
-    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]], dtype=torch.bool)
-    labels = labels_after(ids, torch.zeros_like(ids), rows, target_positions(torch.tensor([2, 6]), 4), mask)
-    # The second reply is not after the first one's end, though the draft reaches it.
-    assert labels.tolist() == [[14, 15, NO_LABEL, NO_LABEL], [18, 19, 20, 21]]
 
 
 def test_rows_of_conversations(tmp_path: Path) -> None:

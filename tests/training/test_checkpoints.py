@@ -18,37 +18,26 @@ import torch
 from peft import LoraConfig
 from support.chats import chat_tokenizer
 from support.scripts import command, environment
-from support.tiny_training import (
-    LENGTHS,
-    VOCABULARY,
-    changed,
-    copies,
-    largest_file,
-    tiny_head,
-    tiny_target,
-    tiny_trainer,
-    token_rows,
-    trainer_on,
-    write_json_lines,
-)
+from support.tiny_training import ROWS, changed, copies, largest_file, tiny_head, trainer_on, write_json_lines
 
 from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.training import DartTrainer, DataArguments, EagleTrainer, load_rows
 from hf_dart.training.checkpoints import check_checkpoint, newest_checkpoint
 from hf_dart.training.lora import LoraArguments, apply_lora
 
-ROWS = token_rows(LENGTHS * 4)
 HEAD = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
 
 
+def eagle(target: Any) -> EagleDrafter:
+    return EagleDrafter.from_target(target, draft_length=4)
+
+
 def trainer_of(folder: Path, head: Any = None, **arguments: Any) -> Any:
-    target = tiny_target()
-    head = tiny_head(target) if head is None else head(target)
     fields = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
-    kind = EagleTrainer if isinstance(head, EagleDrafter) else DartTrainer
-    return tiny_trainer(folder, head, target, ROWS, ROWS[:1], kind=kind, **{**fields, **arguments})
+    fields["kind"] = EagleTrainer if head is eagle else DartTrainer
+    return trainer_on(folder, ROWS * 4, ROWS[:1], head or tiny_head, **{**fields, **arguments})
 
 
 RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 2}
@@ -107,7 +96,7 @@ def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None
     """Within the first pass through the documents, and after it."""
     random, names, weights = np.random.default_rng(0), [], []
     for part in range(2):
-        rows = [{"input_ids": random.integers(2, VOCABULARY, size).tolist()} for size in random.integers(6, 30, 20)]
+        rows = [{"input_ids": random.integers(2, 61, size).tolist()} for size in random.integers(6, 30, 20)]
         names.append(write_json_lines(tmp_path / f"{part}.jsonl", rows))
     mixed = DataArguments(names, shares=[0.3, 0.7], streaming=True, max_length=24)
     options = {"per_device_train_batch_size": 8, "max_steps": 11, "save_strategy": "steps", "save_steps": step}
@@ -183,7 +172,7 @@ def test_tuples_come_back_as_lists(tmp_path: Path) -> None:
 
 def test_checkpoints_of_another_run_and_weights_only(run: Path) -> None:
     cases: list[tuple[Any, str, str]] = [
-        (lambda target: EagleDrafter.from_target(target, draft_length=4), "head", "has model_type='dart' and this run"),
+        (eagle, "head", "has model_type='dart' and this run"),
         (copied, "head", "a whole drafter and this run"),
         (tiny_head, "adapter", "holds an adapter and this run trains a whole drafter"),
         (partial(copied, draft_length=5), "adapter", "draft_length=4 and this run 5"),

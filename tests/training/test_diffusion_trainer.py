@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import tiny_training
 from support.heads import one_pass
-from support.tiny_training import LENGTHS, taught, tiny_target, token_rows
+from support.tiny_training import ROWS, taught, tiny_target, token_rows
 from torch import Tensor
 from transformers import default_data_collator
 
@@ -48,7 +48,7 @@ def test_every_block_is_trained_as_it_is_drafted(
     drafter = tiny_drafter(target, context_window=window, **kind)
     options = {"anchors_per_row": 9, "loss_chunk": 0, "text_weight": text_weight}
     trainer = tiny_trainer(tmp_path, drafter, target, [], **options)
-    batch = drawn_batch(trainer, token_rows(LENGTHS))
+    batch = drawn_batch(trainer, ROWS)
     features, goals = taught(trainer, batch)
     hidden = trainer.block_states(drafter, batch, features, goals)
     compared = 0
@@ -74,7 +74,7 @@ def test_only_what_is_learnt_is_computed(tmp_path: Path, share: float, chunk: in
     drafter = tiny_drafter(target)
     options = {"anchors_per_row": 12, "loss_chunk": chunk, "revealed_share": share}
     trainer = tiny_trainer(tmp_path, drafter, target, [], **options)
-    batch = drawn_batch(trainer, token_rows(LENGTHS))
+    batch = drawn_batch(trainer, ROWS)
     loss, drafts = trainer.summed_loss(drafter, batch)
     present = batch["anchors"] >= 0
     _, labels = places_and_labels(batch, drafter.draft_length)
@@ -99,7 +99,7 @@ def test_the_text_teaches_the_first_token_of_a_draft_behind_every_entry(
 ) -> None:
     target = tiny_target(torch.float64)
     drafter = tiny_drafter(target, feature_layers=[1])
-    batch = default_data_collator(token_rows(LENGTHS))
+    batch = default_data_collator(ROWS)
     if masked:
         batch["loss_mask"] = torch.rand(batch["input_ids"].shape, generator=seeded(3)) < 0.7
     results = []
@@ -125,7 +125,7 @@ def test_the_text_teaches_the_first_token_of_a_draft_behind_every_entry(
 
 def test_evaluations_are_of_the_blocks_alone(tmp_path: Path) -> None:
     """Whatever the text weighs: losses of runs compare."""
-    rows = token_rows(LENGTHS * 2)
+    rows = ROWS * 2
     trainers = (trainer_on(tmp_path, rows, rows, text_weight=weight) for weight in (0.0, 1.0))
     first, second = (trainer.evaluate()["eval_loss"] for trainer in trainers)
     assert first == second
@@ -164,7 +164,7 @@ def test_what_is_masked(tmp_path: Path) -> None:
 def test_the_target_runs_only_where_it_is_asked(tmp_path: Path, loss: str) -> None:
     """For text alone it does not."""
     runs: list[int] = []
-    trainer = trainer_on(tmp_path, token_rows(LENGTHS * 4), loss=loss)
+    trainer = trainer_on(tmp_path, ROWS * 4, loss=loss)
     trainer.target.register_forward_pre_hook(lambda *_: runs.append(1))
     trainer.train()
     tries = 3  # of packed rows that are kept apart, and of logits of some tokens beside all

@@ -7,19 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_training import (
-    LENGTHS,
-    VOCABULARY,
-    batch_of,
-    changed,
-    copies,
-    taught,
-    tiny_head,
-    tiny_target,
-    tiny_trainer,
-    token_rows,
-    trainer_on,
-)
+from support.tiny_training import ROWS, batch_of, changed, copies, taught, tiny_head, tiny_target, tiny_trainer
 from torch import Tensor
 
 from hf_dart import DartHead
@@ -33,7 +21,7 @@ OWN = {"true": 0.0, "sampled": 0.0}  # shares of the blocks: all hold the head's
 SHAPES = [
     {}, {"num_layers": 2}, {"mask_mode": "peagle", "mask_token_id": 1},
     {"input_form": "stream", "num_layers": 2}, {"block_attention": "bidirectional"},
-    {"draft_vocabulary": range(0, VOCABULARY, 2)},
+    {"draft_vocabulary": range(0, TARGET.config.vocab_size, 2)},
 ]
 
 
@@ -45,8 +33,7 @@ def editing_head(target: Any, **config: Any) -> DartHead:
 
 
 def trainer_of(folder: Path, head: DartHead, shares: dict[str, float] | None = None, **options: Any) -> EditTrainer:
-    rows = token_rows(LENGTHS)
-    trainer = tiny_trainer(folder, head, TARGET, rows, rows, kind=EditTrainer, **options)
+    trainer = tiny_trainer(folder, head, TARGET, ROWS, ROWS, kind=EditTrainer, **options)
     for name, share in (shares or {}).items():
         setattr(trainer, f"{name}_share", share)
     return trainer
@@ -55,7 +42,7 @@ def trainer_of(folder: Path, head: DartHead, shares: dict[str, float] | None = N
 @torch.no_grad()
 def passes(trainer: EditTrainer) -> tuple[dict[str, Any], Tensor, Tensor, Tensor, Tensor]:
     """A batch, features, and hidden states of the first drafts; tokens that slots hold in the edit pass, true ones."""
-    inputs = batch_of(token_rows(LENGTHS), trainer.drafter.draft_length, 6)
+    inputs = batch_of(ROWS, trainer.drafter.draft_length, 6)
     trainer.draw(inputs, torch.Generator().manual_seed(0))
     held: list[Tensor] = []
     slots = trainer._slots
@@ -133,8 +120,7 @@ def test_coupled_draft_shares_the_noise() -> None:
 
 @pytest.mark.parametrize("editor_only", [False, True])
 def test_training(editor_only: bool, tmp_path: Path) -> None:
-    rows, options = token_rows([[24]] * 8), {"max_steps": 16, "loss_chunk": 16, "editor_only": editor_only}
-    trainer = trainer_on(tmp_path, rows, rows, kind=EditTrainer, **options)
+    trainer = trainer_of(tmp_path, tiny_head(TARGET), max_steps=16, loss_chunk=16, editor_only=editor_only)
     start, before = trainer.evaluate(), copies(trainer.drafter)
     assert start["eval_tau_edited"] == start["eval_tau"]  # an untrained editor changes nothing
     trainer.train()

@@ -8,18 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_training import (
-    LENGTHS,
-    VOCABULARY,
-    Largest,
-    batch_of,
-    examples,
-    taught,
-    tiny_head,
-    tiny_target,
-    tiny_trainer,
-    token_rows,
-)
+from support.tiny_training import ROWS, VOCABULARY, Largest, batch_of, examples, taught, trainer_on
 from torch import Tensor
 from transformers import HfArgumentParser
 
@@ -116,16 +105,24 @@ def test_arguments_out_of_range(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("draft_length", [1, 4])
 def test_labels_are_the_tokens_behind(draft_length: int) -> None:
-    """Token t of the draft after anchor n is token n + 1 + t of the row, if the document goes on so far."""
-    batch = batch_of(token_rows(LENGTHS), draft_length, 20)
-    expected = []
-    for ids, documents, anchors in zip(batch["input_ids"], batch["documents"], batch["anchors"], strict=True):
-        for anchor in anchors[anchors >= 0].tolist():
-            places = [anchor + 1 + t for t in range(1, draft_length + 1)]
-            inside = [place < len(ids) and documents[place] == documents[anchor] for place in places]
-            expected.append([int(ids[p]) if ok else NO_LABEL for p, ok in zip(places, inside, strict=True)])
-    assert places_and_labels(batch, draft_length)[1].tolist() == expected
-    assert any(NO_LABEL in row for row in expected)
+    """Token t of the draft after anchor n is token n + 1 + t of the row, if the document goes on so far.
+
+    With a mask, up to the first token outside: a second reply is not after the first one's end.
+    """
+    batch = batch_of(ROWS, draft_length, 20)
+    batch["loss_mask"] = torch.rand(batch["input_ids"].shape, generator=torch.Generator().manual_seed(2)) < 0.7
+    wanted, masked = [], []
+    for row, block in (batch["anchors"] >= 0).nonzero().tolist():
+        anchor, ids, written = int(batch["anchors"][row, block]), batch["input_ids"][row], batch["loss_mask"][row]
+        places = [anchor + 1 + t for t in range(1, draft_length + 1)]
+        inside = [p < len(ids) and batch["documents"][row, p] == batch["documents"][row, anchor] for p in places]
+        wanted.append([int(ids[p]) if ok else NO_LABEL for p, ok in zip(places, inside, strict=True)])
+        first = next((t for t, p in enumerate(places) if p < len(ids) and not written[p]), draft_length)
+        masked.append(wanted[-1][:first] + [NO_LABEL] * (draft_length - first))
+    assert places_and_labels(batch, draft_length)[1].tolist() == masked
+    del batch["loss_mask"]
+    assert places_and_labels(batch, draft_length)[1].tolist() == wanted
+    assert any(NO_LABEL in labels for labels in wanted)
 
 
 MIXED = {"loss": "dpace", "divergence": "tv", "chain_weight": 1.0, "chain_form": "log"}
@@ -134,16 +131,12 @@ MIXED = {"loss": "dpace", "divergence": "tv", "chain_weight": 1.0, "chain_form":
 @pytest.mark.parametrize("options", [*({"loss": name} for name in ("dart", "lk", "left_to_right")), MIXED], ids=str)
 def test_chunks_bound_the_memory_and_change_nothing(options: dict[str, Any], tmp_path: Path) -> None:
     """Forward and backward: 3 blocks' logits at a time, never those of all."""
-    target = tiny_target(torch.float64)
-    rows = token_rows(LENGTHS)
     results, largest = [], []
     for chunk in (0, 3):
-        head = tiny_head(target)
-        trainer = tiny_trainer(tmp_path, head, target, rows, loss_chunk=chunk, **options)
-        target.requires_grad_(False)
+        trainer = trainer_on(tmp_path, ROWS, dtype=torch.float64, loss_chunk=chunk, **options)
+        target, head = trainer.target.requires_grad_(False), trainer.drafter.train()
         torch.manual_seed(1)
-        batch = batch_of(rows, trainer.drafter.draft_length, 20)
-        head.train()
+        batch = batch_of(ROWS, head.draft_length, 20)
         # The target is tried out once; of it there is one distribution per token, not per block, and its weights.
         goals, weights = taught(trainer, batch)[1].logits, target.lm_head.weight
         others = (goals.numel(), weights.numel())

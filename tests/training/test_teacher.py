@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.tiny_training import (
-    LENGTHS,
+    ROWS,
     VOCABULARY,
     Largest,
     batch_of,
@@ -74,9 +74,9 @@ def test_goals_are_the_logits_of_a_plain_forward(
 ) -> None:
     target = TARGETS[kind]()
     head = tiny_head(target).reduce_vocabulary(vocabulary)
-    trainer = tiny_trainer(tmp_path, head, target, token_rows(LENGTHS))
+    trainer = tiny_trainer(tmp_path, head, target, ROWS)
     trainer.evaluates = everything
-    batch = batch_of(token_rows(LENGTHS), head.draft_length, 6)
+    batch = batch_of(ROWS, head.draft_length, 6)
     logits, (features, goals) = whole_logits(target, batch), taught(trainer, batch)
     assert 0 < len(goals.places) < logits.shape[0]
     wanted = logits[goals.places]
@@ -102,8 +102,8 @@ def test_losses_and_figures_are_those_of_whole_distributions(kind: str, loss: st
     """The reference holds all logits of all tokens, those of drafts spread over the whole vocabulary."""
     target = TARGETS[kind]()
     head = tiny_head(target).reduce_vocabulary(SOME)
-    trainer = tiny_trainer(tmp_path, head, target, token_rows(LENGTHS), loss=loss)
-    batch = batch_of(token_rows(LENGTHS), head.draft_length, 6)
+    trainer = tiny_trainer(tmp_path, head, target, ROWS, loss=loss)
+    batch = batch_of(ROWS, head.draft_length, 6)
     own, drafts = trainer.summed_loss(head, dict(batch))
     logits = whole_logits(target, batch)[drafts.places]  # [N, d, V]
     labels = torch.full_like(drafts.labels, NO_LABEL)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.families import HYBRIDS
-from support.tiny_training import LENGTHS, changed, copies, tiny_head, tiny_target, tiny_trainer, token_rows, trainer_on
+from support.tiny_training import ROWS, changed, copies, tiny_head, tiny_target, tiny_trainer, token_rows, trainer_on
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -21,7 +21,7 @@ from hf_dart.training import DartTrainer, DartTrainingArguments, DecodingCallbac
 
 def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 30}
-    trainer = trainer_on(tmp_path, token_rows(LENGTHS * 4), max_steps=30, logging_steps=5, **saving)
+    trainer = trainer_on(tmp_path, ROWS * 4, max_steps=30, logging_steps=5, **saving)
     target, head = trainer.target, trainer.drafter
     before, target_before = copies(head), copies(target)
     trainer.train()
@@ -38,7 +38,7 @@ def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize(("counted", "tokens"), [("non_padding", 72 - 6), ("all", 72), ("no", 72 - 6)])
 def test_tokens_are_counted(counted: str, tokens: int, tmp_path: Path) -> None:
     options = {"include_num_input_tokens_seen": counted, "max_steps": 2, "logging_steps": 1}
-    trainer = trainer_on(tmp_path, token_rows(LENGTHS), **options)
+    trainer = trainer_on(tmp_path, ROWS, **options)
     trainer.train()
     assert trainer.state.num_input_tokens_seen == 2 * tokens
     logged = [entry["num_input_tokens_seen"] for entry in trainer.state.log_history if "num_input_tokens_seen" in entry]
@@ -65,7 +65,7 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
 
 def test_runs_that_stop(tmp_path: Path) -> None:
     """As soon as a step has thrown the weights out of range, and on rows that hold no block."""
-    trainer = trainer_on(tmp_path, token_rows(LENGTHS * 4), learning_rate=1e30, warmup_steps=2, max_steps=6)
+    trainer = trainer_on(tmp_path, ROWS * 4, learning_rate=1e30, warmup_steps=2, max_steps=6)
     with pytest.raises(FloatingPointError, match=r"loss of step 3 is nan; .*lower learning_rate"):
         trainer.train()
     short = token_rows([[4, 4, 3], [2, 2, 2, 5]])
@@ -97,7 +97,7 @@ def test_a_head_in_32_bits_learns_beside_a_target_in_16(tmp_path: Path, bf16: bo
     """By autocast of both, the LM head outside the head's forward included, or as the target was loaded."""
     options, seen = {"bf16": bf16, "max_steps": 2, "logging_steps": 1}, set()
     dtype, head = torch.float32 if bf16 else torch.bfloat16, lambda target: tiny_head(target).float()
-    trainer = trainer_on(tmp_path, token_rows(LENGTHS), head=head, dtype=dtype, **options)
+    trainer = trainer_on(tmp_path, ROWS, head=head, dtype=dtype, **options)
     trainer.target.lm_head.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
     trainer.train()
     assert seen == {torch.bfloat16}
@@ -118,12 +118,12 @@ def test_a_target_that_mixes_documents_is_refused(tmp_path: Path, takes_position
 
     target.forward = deaf
     with pytest.raises(ValueError, match="share_rows=False"):
-        tiny_trainer(tmp_path, head, target, token_rows(LENGTHS)).train()
+        tiny_trainer(tmp_path, head, target, ROWS).train()
     tiny_trainer(tmp_path, head, target, token_rows([[24], [20, -4]]), max_steps=1).train()
 
 
 def test_what_could_not_be_trained_or_kept_is_refused(tmp_path: Path) -> None:
-    target, rows = tiny_target(), token_rows(LENGTHS)
+    target, rows = tiny_target(), ROWS
     eagle = EagleDrafter.from_target(target, feature_layers=[0, 2, 3], draft_length=4, own_lm_head=True)
     for kind, own in ((DartTrainer, tiny_head(target, own_lm_head=True)), (EagleTrainer, eagle)):
         with pytest.raises(ValueError, match="loss_chunk=0"):
@@ -150,9 +150,9 @@ def test_a_target_over_several_gpus_takes_them_all(tmp_path: Path) -> None:
     assert args.n_gpu <= 1
     args._n_gpu = 2
     with pytest.raises(ValueError, match="device_map='auto'"):
-        DartTrainer(head, target, args, train_dataset=token_rows(LENGTHS))
+        DartTrainer(head, target, args, train_dataset=ROWS)
     target.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}
-    assert DartTrainer(head, target, args, train_dataset=token_rows(LENGTHS)).args.n_gpu == 1
+    assert DartTrainer(head, target, args, train_dataset=ROWS).args.n_gpu == 1
 
 
 # ---- a few dozen steps teach a head to draft, on held-out text of its target ---------------------------------
