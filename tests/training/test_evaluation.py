@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_training import LENGTHS, changed, copies, examples, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, changed, copies, examples, tiny_head, tiny_trainer, token_rows, trainer_on
 from torch import Tensor
 
-from hf_dart import DartHead, TreeConfig
+from hf_dart import TreeConfig
 from hf_dart.training import DartTrainer, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.record import training_record
@@ -28,19 +28,18 @@ ROWS = token_rows(LENGTHS * 4)
 
 @lru_cache
 def trained_weights(block_attention: str) -> dict[str, Tensor]:
-    target = tiny_target()
-    head = tiny_head(target, block_attention=block_attention)
     with TemporaryDirectory() as folder:
-        tiny_trainer(Path(folder), head, target, ROWS, max_steps=40).train()
-    return head.state_dict()
+        trainer = trainer_on(Path(folder), ROWS, head=partial(tiny_head, block_attention=block_attention), max_steps=40)
+        trainer.train()
+    return trainer.drafter.state_dict()
 
 
-def trained(block_attention: str = "causal") -> tuple[Any, DartHead]:
-    """A target and a head of which some drafts are accepted."""
-    target = tiny_target(torch.float64)
-    head = tiny_head(target, block_attention=block_attention)
-    head.load_state_dict(trained_weights(block_attention))
-    return target, head
+def trained(folder: Path, block_attention: str = "causal", **options: Any) -> Any:
+    """A trainer of a head of which some drafts are accepted."""
+    head = partial(tiny_head, block_attention=block_attention)
+    trainer = trainer_on(folder, ROWS, ROWS[:3], head, torch.float64, **options)
+    trainer.drafter.load_state_dict(trained_weights(block_attention))
+    return trainer
 
 
 def figures_of(*blocks: tuple[Tensor, Tensor, Tensor]) -> dict[str, float]:
@@ -84,11 +83,11 @@ def test_figures_of_the_targets_own_text_and_of_others() -> None:
 PROMPT = torch.tensor([[7, 11, 13, 17]])
 
 
-def rounds_of(target: Any, head: DartHead, tree: TreeConfig, **options: Any) -> tuple[Tensor, list[tuple[int, int]]]:
+def rounds_of(trainer: Any, tree: TreeConfig, **options: Any) -> tuple[Tensor, list[tuple[int, int]]]:
     """Text [1, T] that was decoded, and of each round its anchor and how many tokens it committed, where drafts fit."""
     fields = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, **options}
-    mask = torch.ones_like(PROMPT)
-    decoded = target.generate(PROMPT, attention_mask=mask, assistant=head, tree_config=tree, **fields)
+    mask, head = torch.ones_like(PROMPT), trainer.drafter
+    decoded = trainer.target.generate(PROMPT, attention_mask=mask, assistant=head, tree_config=tree, **fields)
     committed = [tokens for (tokens,) in head.last_stats.committed][:-1]
     anchors = itertools.accumulate(committed, initial=PROMPT.shape[1] - 1)
     rounds = zip(anchors, committed, strict=False)
@@ -108,10 +107,9 @@ def offline(trainer: DartTrainer, decoded: Tensor, *anchors: int) -> dict[str, f
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
 def test_offline_lengths_are_those_of_decoding(block_attention: str, tmp_path: Path) -> None:
     """On greedy text of the target: from the anchor of every round, as many tokens as that round committed."""
-    target, head = trained(block_attention)
-    decoded, rounds = rounds_of(target, head, TreeConfig.chain(head.draft_length))
+    trainer = trained(tmp_path, block_attention)
+    decoded, rounds = rounds_of(trainer, TreeConfig.chain(4))
     assert max(committed for _, committed in rounds) > 1
-    trainer = tiny_trainer(tmp_path, head, target, ROWS)
     for anchor, committed in rounds:
         assert offline(trainer, decoded, anchor)["tau"] == committed
 
@@ -119,12 +117,11 @@ def test_offline_lengths_are_those_of_decoding(block_attention: str, tmp_path: P
 @torch.no_grad()
 def test_a_selector_chooses_the_chain(tmp_path: Path) -> None:
     """From the anchor of every round: what drafting there gives, and for one token what decoding has accepted."""
-    target, head = trained()
-    head.add_selector(8)
+    trainer = trained(tmp_path)
+    head = trainer.drafter.add_selector(8)
     torch.nn.init.normal_(head.selector.context.weight, std=3.0, generator=torch.Generator().manual_seed(7))
-    decoded, rounds = rounds_of(target, head, TreeConfig(nodes=2, depth=1, lookup=0))
-    trainer = tiny_trainer(tmp_path, head, target, ROWS)
-    output = target(decoded, output_hidden_states=True)
+    decoded, rounds = rounds_of(trainer, TreeConfig(nodes=2, depth=1, lookup=0))
+    output = trainer.target(decoded, output_hidden_states=True)
     features = torch.cat([output.hidden_states[layer] for layer in head.feature_layers], dim=-1)
     alone = 0
     for anchor, committed in rounds:
@@ -143,12 +140,11 @@ def test_a_selector_chooses_the_chain(tmp_path: Path) -> None:
 
 def test_sampled_lengths_are_those_of_decoding_on_average(tmp_path: Path) -> None:
     """On sampled text, from where the rounds began: the sum of what each could expect is what they committed."""
-    target, head = trained()
+    trainer = trained(tmp_path)
     torch.manual_seed(1)
-    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 400}
-    decoded, rounds = rounds_of(target, head, TreeConfig.chain(head.draft_length), **sampled)
+    decoded, rounds = rounds_of(trainer, TreeConfig.chain(4), do_sample=True, top_k=0, max_new_tokens=400)
     anchors, committed = zip(*rounds, strict=True)
-    expected = offline(tiny_trainer(tmp_path, head, target, ROWS), decoded, *anchors)["tau_sampled"]
+    expected = offline(trainer, decoded, *anchors)["tau_sampled"]
     lengths = torch.tensor(committed).double()
     assert lengths.mean() > 1.3
     assert abs(float(lengths.mean()) - expected) < 3 * float(lengths.std()) / len(anchors) ** 0.5
@@ -156,10 +152,9 @@ def test_sampled_lengths_are_those_of_decoding_on_average(tmp_path: Path) -> Non
 
 def test_evaluation_says_how_good_the_drafts_are(tmp_path: Path) -> None:
     """Every time on the same blocks, whatever the seed and the chunks."""
-    target, head = trained()
     figures, results = ("eval_loss", "eval_tau", "eval_waste", "eval_acceptance"), []
     for seed, chunk in ((1, 64), (2, 64), (2, 3)):
-        trainer = tiny_trainer(tmp_path, head, target, ROWS, loss_chunk=chunk)
+        trainer = trained(tmp_path, loss_chunk=chunk)
         torch.manual_seed(seed)
         metrics = trainer.evaluate(ROWS)
         results.append({name: value for name, value in metrics.items() if name.startswith(figures)})
@@ -170,10 +165,10 @@ def test_evaluation_says_how_good_the_drafts_are(tmp_path: Path) -> None:
 
 
 def checkpointed_trainer(folder: Path, metric: str | None = None, **arguments: Any) -> tuple[DartTrainer, Any]:
-    target, head = trained()
     fields = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     fields |= {"load_best_model_at_end": True, "metric_for_best_model": metric, **arguments}
-    return tiny_trainer(folder, head, target, ROWS, ROWS[:3], **fields), head
+    trainer = trained(folder, **fields)
+    return trainer, trainer.drafter
 
 
 def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

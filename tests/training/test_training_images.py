@@ -38,25 +38,6 @@ def in_float32(family: str) -> Any:
     return attach(multimodal_target(family).float())
 
 
-def test_a_row_and_a_batch() -> None:
-    target = multimodal_target("qwen2_5_vl")
-    inputs = [prompt("qwen2_5_vl", seed) for seed in (0, 1)]
-    rows = [image_row(one, target.generate(**one, do_sample=False, max_new_tokens=5)) for one in inputs]
-    assert rows[0]["loss_mask"].sum() == 5
-    assert rows[0]["documents"].shape == rows[0]["input_ids"].shape
-    batch = collate(rows)
-    lengths = [len(row["input_ids"]) for row in rows]
-    assert lengths[0] != lengths[1]
-    assert batch["input_ids"].shape == (2, max(lengths))
-    assert (batch["documents"] >= 0).sum(1).tolist() == lengths
-    assert torch.equal(batch["beside"]["mm_token_type_ids"], (batch["input_ids"] == 47).long())
-    assert torch.equal(batch["beside"]["pixel_values"], torch.cat([one["pixel_values"] for one in inputs]))
-    assert batch["beside"]["image_grid_thw"].shape == (2, 3)
-    other = {name: value.clone() for name, value in inputs[0].items()}
-    with pytest.raises(ValueError, match="does not begin with the one prompt"):
-        image_row(other, rows[1]["input_ids"])
-
-
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_blocks_read_what_drafting_reads(family: str, tmp_path: Path) -> None:
     """Features and embeddings of a row in a padded batch are those of its own prompt in `generate`."""
@@ -65,10 +46,15 @@ def test_blocks_read_what_drafting_reads(family: str, tmp_path: Path) -> None:
     head = tiny_head(target)
     trainer = tiny_trainer(tmp_path, head, target, rows)
     batch = collate(rows)
+    lengths = [len(row["input_ids"]) for row in rows]
+    assert family == "llava" or lengths[0] != lengths[1]
+    assert (batch["documents"] >= 0).sum(1).tolist() == lengths
     places = torch.arange(batch["input_ids"].numel())
     features, goals, read = trainer.teacher.images(batch["input_ids"], batch["beside"], places, True)
     for number, row in enumerate(rows):
-        length = len(row["input_ids"])
+        length = lengths[number]
+        given = prompt(family, number)["input_ids"].shape[1]
+        assert row["loss_mask"].tolist() == [at >= given for at in range(length)]
         with torch.no_grad():
             alone = target(input_ids=row["input_ids"][None], **row["beside"], output_hidden_states=True)
         wanted = torch.cat([alone.hidden_states[layer] for layer in head.feature_layers], dim=-1)
@@ -80,6 +66,8 @@ def test_blocks_read_what_drafting_reads(family: str, tmp_path: Path) -> None:
     own = target.get_input_embeddings()(batch["input_ids"])
     assert not (read[places] == own[places]).all(-1).any()
     assert torch.equal(read[~places], own[~places])
+    with pytest.raises(ValueError, match="does not begin with the one prompt"):
+        image_row(prompt(family, 0), rows[1]["input_ids"])
 
 
 @pytest.mark.parametrize("family", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.matrix)])
