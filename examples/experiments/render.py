@@ -27,8 +27,9 @@ from hf_dart.hub.loading import PACKAGED_HEAD
 BEGIN, END = "<!-- hf-dart table: {file} -->", "<!-- hf-dart table end -->"
 """What a table stands between; FILE is the JSON, seen from the folder of the Markdown file.
 
-Of what `hf-dart bench` wrote, "FILE speed" leaves the times by phase out, and "FILE summary" shows the ratios alone."""
-_BEGINS = re.compile(r"<!-- hf-dart table: (\S+)(?: (speed|summary))? -->\n")
+Of what `hf-dart bench` wrote, "FILE speed" leaves the times by phase out, and "FILE summary" shows the ratios alone.
+"FOLDER evidence" lists the JSON files of a folder of cards: when, where and by which command each was made."""
+_BEGINS = re.compile(r"<!-- hf-dart table: (\S+)(?: (speed|summary|evidence))? -->\n")
 PLOTS = "plots"
 """A folder of that name beside the JSON holds its plots."""
 
@@ -63,7 +64,22 @@ def table(file: Path, part: str | None = None) -> str:
     Raises:
         ValueError: it is none of these.
     """
+    if part == "evidence":
+        return evidence(file)
     return _made(file, lambda content: _renderer(content, part)(content))
+
+
+def evidence(cards: Path) -> str:
+    """A Markdown table of the JSON files in a folder of cards: when, where and by which command each was made."""
+    rows = []
+    for file in sorted(cards.glob("*/*.json")):
+        found = json.loads(file.read_text(encoding="utf8"))
+        link = f"[{file.parent.name}/{file.name}](../{cards.name}/{file.parent.name}/README.md)"
+        where = [found.get("hardware", ""), f"threads: {found['threads']}" if "threads" in found else ""]
+        packages = [f"{name} {number}" for name, number in found.get("versions", {}).items()]
+        command = f"`{found['command']}`" if "command" in found else "the card says it"
+        rows.append([link, found["date"], ", ".join(filter(None, where)), ", ".join(packages), command])
+    return "\n".join(tables.markdown(["figures", "date", "hardware", "versions", "command"], rows))
 
 
 def pictures(file: Path) -> dict[Path, str]:

@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import date
 from statistics import median
 from typing import Any
 
@@ -27,6 +28,7 @@ def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) 
     """
     template = getattr(pair.tokenizer, "chat_template", None)
     return {
+        "date": date.today().isoformat(),
         "command": shlex.join(command),
         "versions": versions(),
         "hardware": hardware(pair.model.device),

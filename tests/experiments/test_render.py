@@ -23,6 +23,7 @@ BENCH, DEEP_BENCH = (ROOT / "model_cards" / pair / "bench.json" for pair in ("de
         ("README.md", ROOT / "model_cards" / "gemma-3-270m" / "bench.json", "summary"),
         ("docs/measured.md", DEEP_BENCH, "speed"),
         ("docs/measured.md", BENCH, "summary"),
+        ("docs/evidence.md", ROOT / "model_cards", "evidence"),
     ],
 )
 def test_pages_show_what_the_committed_json_says(page: str, bench: Path, part: str) -> None:
