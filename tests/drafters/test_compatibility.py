@@ -22,11 +22,6 @@ from hf_dart.models.tokenizers import vocabulary_hash
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
 
-@pytest.fixture
-def target() -> Any:
-    return tiny_target("qwen3")
-
-
 def test_tokenizers_are_compared(target: Any, tmp_path: Path) -> None:
     tiny_head(target, tokenizer=letters("abcdefgh")).save_pretrained(tmp_path)
     load = partial(DartHead.from_pretrained, str(tmp_path), target=target)

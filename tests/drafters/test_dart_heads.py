@@ -196,15 +196,12 @@ def test_the_mask_token_is_one_that_no_text_contains(target: Any, tmp_path: Path
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"draft_length": 0}, "draft_length"),
         ({"draft_length": 32}, "draft_length"),
         ({"feature_layers": []}, "feature_layers"),
-        ({"feature_layers": [-1]}, "feature_layers"),
         ({"feature_layers": [3]}, "feature_layers"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),
         ({"block_attention": "both"}, "one of causal, bidirectional"),
         ({"num_layers": 6}, "1 to 5"),
-        ({"num_layers": 0}, "1 to 5"),
         ({"mask_mode": "noise"}, "one of learned, peagle"),
         ({"mask_mode": "peagle"}, "mask_token_id"),
         ({"mask_mode": "peagle", "mask_token_id": 48}, "0..47"),

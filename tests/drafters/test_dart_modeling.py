@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import GREEDY, MODES, SAMPLED
+from support.cases import GREEDY, MODES
 from support.compare import assert_identical, run
 from support.sentences import refused
-from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
@@ -218,19 +218,21 @@ def test_refusals(target: Any) -> None:
     refused(lambda: TreeConfig(refine=-1), ValueError, r"TreeConfig.refine is -1; give 0 or more")
 
 
-# ---- the Markov head --------------------------------------------------------------------------------------
+# ---- selectors --------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def test_markov_scores_pairs_whatever_the_context(target: Any) -> None:
-    head = tiny_head(target).add_selector(4, kind="markov")
+    """An untrained selector of either kind changes no score."""
+    head = tiny_head(target)
     features, tokens = texts(head, [5])
     _, first = begun(head, features, tokens, [5])
     candidates = first.logits.topk(3).indices
     scores = first.logits.log_softmax(-1).gather(-1, candidates)
-    untrained = head.transitions(first, tokens[:, -1], candidates, scores)
-    torch.testing.assert_close(untrained, scores[:, :, None].expand_as(untrained), **CLOSE)
-    selector = head.selector
+    for kind in ("bigram", "markov"):
+        selector = head.add_selector(4, kind=kind).selector
+        untrained = head.transitions(first, tokens[:, -1], candidates, scores)
+        torch.testing.assert_close(untrained, scores[:, :, None].expand_as(untrained), **CLOSE)
     for weight in selector.parameters():
         weight.normal_(generator=torch.Generator().manual_seed(1))
     table = head.transitions(first, tokens[:, -1], candidates, scores)
@@ -242,32 +244,12 @@ def test_markov_scores_pairs_whatever_the_context(target: Any) -> None:
         weight, scale = selector.log_weight.weight[depth].exp(), selector.log_scale.weight[depth].exp()
         scored = weight * first.logits[0, depth, candidates[0, depth]] + scale * pairs
         torch.testing.assert_close(table[0, depth], scored.log_softmax(-1) + together[0, depth], rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match="selector_kind is 'gru'; give one of bigram, markov"):
-        tiny_head(target, selector_kind="gru")
-
-
-# ---- the bigram selector --------------------------------------------------------------------------------------
-
-
-def test_an_untrained_selector_changes_no_draft() -> None:
-    target = tiny_target("qwen3")
-    head = tiny_head(target)
-    for inputs in (prompts([7]), prompts([9, 3, 7, 12])):
-        counts = []
-        for rank in (0, 4):
-            if rank:
-                head.add_selector(rank)
-                torch.nn.init.zeros_(head.selector.context.weight)
-            run(target, inputs, 0, assistant=head, **SAMPLED)
-            counts.append(head.last_stats.to_dict() | {"seconds": None})
-            head.selector = None
-        assert counts[0] == counts[1]
+    refused(lambda: tiny_head(target, selector_kind="gru"), ValueError, "selector_kind is 'gru'; give one of bigram")
 
 
 @torch.no_grad()
-def test_tables_of_the_vocabulary_are_the_pairs() -> None:
+def test_tables_of_the_vocabulary_are_the_pairs(target: Any) -> None:
     """What is made once for all tokens equals the selector's own pass, also after its weights change."""
-    target = tiny_target("qwen3")
     head = tiny_head(target).add_selector(4)
     embeddings = target.get_input_embeddings()
     hidden = torch.randn(2, 3, head.config.hidden_size, dtype=torch.float64)

@@ -34,9 +34,7 @@ def texts(rows: int, length: int) -> torch.Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize(("family", "shared", "ordered"), PAIRS)
 @pytest.mark.parametrize("length", [5, 21])
-def test_drafts_are_those_of_transformers(
-    tmp_path: Path, family: str, shared: int, ordered: bool, length: int
-) -> None:
+def test_drafts_are_those_of_transformers(tmp_path: Path, family: str, shared: int, ordered: bool, length: int) -> None:
     """Chains token by token as the candidate generator's, and branches, within the window and far beyond it."""
     target, assistant = gemma4_target(family, shared), stock_assistant(family, ordered)
     drafter, ids = gemma4_drafter(tmp_path, target, assistant), texts(1, length)
@@ -46,6 +44,8 @@ def test_drafts_are_those_of_transformers(
     drafter.beam = 1
     chain = draft_after(target, drafter, ids)
     assert [*chain.branches[0, :, 0].tolist(), int(chain.logits[0, -1].argmax())] == stock.chain()
+    before = copy.deepcopy(drafter._rotary[0].full_attention_inv_freq)
+    assert torch.equal(drafter.bfloat16()._rotary[0].full_attention_inv_freq, before), "not rounded with the weights"
 
 
 @pytest.mark.parametrize(("family", "shared", "ordered"), PAIRS)
@@ -122,10 +122,3 @@ def test_what_it_is_loaded_for(tmp_path: Path) -> None:
     weights["masked_embedding.token_ordering"][0] = VOCABULARY
     save_file(weights, tmp_path / "model.safetensors")
     not_read(lambda: load_drafter(path, target=gemma4_target()), "every token once")
-
-
-def test_frequencies_are_not_rounded_with_the_weights(tmp_path: Path) -> None:
-    drafter = gemma4_drafter(tmp_path, gemma4_target())
-    before = copy.deepcopy(drafter._rotary[0].full_attention_inv_freq)
-    drafter.bfloat16()
-    assert torch.equal(drafter._rotary[0].full_attention_inv_freq, before)

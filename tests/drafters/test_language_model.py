@@ -23,6 +23,8 @@ from hf_dart.drafters import base
 from hf_dart.drafters.beams import BeamProposal
 
 EXACT = tally("float64, language models as drafters", least=1.3)
+
+
 @pytest.fixture(scope="module")
 def llama() -> tuple[Any, LanguageModelDrafter]:
     target = tiny_target("llama")

@@ -25,7 +25,7 @@ from transformers.modeling_layers import MtpModel
 
 from hf_dart import MtpDrafter, TreeConfig, load_drafter
 from hf_dart.drafters.beams import BeamProposal, View
-from hf_dart.interop.mtp_module import module_count, read_module
+from hf_dart.interop.mtp_module import module_count
 
 EXACT = tally("float64, multi-token prediction modules", least=1.3)
 
@@ -85,66 +85,44 @@ def text_and_states(target: Any) -> tuple[Tensor, Tensor]:
     return ids, target(ids, output_hidden_states=True).hidden_states[-1][:, :8]
 
 
-def after_layer(target: Any, layer: Any, x: Tensor) -> Tensor:
-    """Output of a layer of the target for the tokens at positions 1 to 8, [1, 8, H]."""
+WRITTEN: dict[str, tuple[str, list[str], str]] = {
+    "qwen3_next": ("mtp.", ["fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"], "token first"),
+    "mimo": ("model.mtp_layers.0.", ["input_proj", "final_layernorm", "token_layernorm", "hidden_layernorm"], ""),
+}
+"""What names of a module's weights begin with, and its projection and norms."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", WRITTEN)
+def test_the_modules_of(folders: Any, family: str) -> None:
+    """Against their rules, written down: no released code runs here. What drafts is a layer that the target has."""
+    target, folder, weights = folders(family)
+    prefix, (projection, last, of_token, of_state), token_first = WRITTEN[family]
+    drafter = load_drafter(str(folder), target=target)
+    assert isinstance(drafter, MtpDrafter)
+    module = drafter.module
+    assert all(torch.equal(module.state_dict()[name], weight) for name, weight in weights.items())
+    ids, states = text_and_states(target)
+    files = load_file(folder / "model.safetensors")
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        scale = files[f"{prefix}{name}.weight"] + (family == "qwen3_next")
+        return F.rms_norm(x, x.shape[-1:], scale, target.config.rms_norm_eps)
+
+    pair = norm(target.get_input_embeddings()(ids[:, 1:9]), of_token), norm(states, of_state)
+    x = F.linear(torch.cat(pair if token_first else pair[::-1], dim=-1), files[f"{prefix}{projection}.weight"])
+    layer = copy.deepcopy(next(one for one in target.model.layers if hasattr(one, "self_attn")))
+    layer.load_state_dict(module.layers[0].mtp_block.state_dict())
     places = torch.arange(1, 9)[None]
     mask = torch.full((8, 8), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
     rotation = target.model.rotary_emb(x, position_ids=places)
-    return layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=places)
-
-
-def assert_drafts(drafter: MtpDrafter, states: Tensor, ids: Tensor, expected: Tensor) -> None:
-    """Check the log-probabilities after tokens 1 to 8, of which the first 3 were taken in before."""
+    x = layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=places)
+    expected = target.lm_head(norm(x, last)).log_softmax(-1)
+    # The first 3 of tokens 1 to 8 are taken in before.
     state = drafter.begin(1, 4)
     drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
     found = drafter.log_chances(drafter._run(state, states[:, 3:], ids[:, 4:9], View.after(state, 5)))
     assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
-
-
-@torch.no_grad()
-def test_the_modules_of_qwen3_next(folders: Any) -> None:
-    """Against its rule written down: no released code runs here. What drafts is the layer that the target has."""
-    target, folder, weights = folders("qwen3_next")
-    module = read_module(str(folder), target)
-    assert all(torch.equal(module.state_dict()[name], weight) for name, weight in weights.items())
-    ids, states = text_and_states(target)
-    files = {name: weight for name, weight in load_file(folder / "model.safetensors").items() if "mtp." in name}
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        scale = (x.float().pow(2).mean(-1, keepdim=True) + target.config.rms_norm_eps).rsqrt()
-        return x * scale * (1 + files[f"mtp.{name}.weight"])
-
-    embedded = target.get_input_embeddings()(ids[:, 1:9])
-    pairs = torch.cat([norm(embedded, "pre_fc_norm_embedding"), norm(states, "pre_fc_norm_hidden")], dim=-1)
-    x = F.linear(pairs, files["mtp.fc.weight"])
-    layer = next(one for one in target.model.layers if hasattr(one, "self_attn"))
-    layer.load_state_dict(module.layers[0].mtp_block.state_dict())
-    x = after_layer(target, layer, x)
-    expected = target.lm_head(norm(x, "norm")).log_softmax(-1)
-    assert_drafts(MtpDrafter(module, target), states, ids, expected)
-
-
-@torch.no_grad()
-def test_the_modules_of_mimo(folders: Any) -> None:
-    """Against Xiaomi's definition, whose code runs with old releases of transformers only, by hand."""
-    target, folder, weights = folders("mimo")
-    drafter = load_drafter(str(folder), target=target)
-    assert isinstance(drafter, MtpDrafter)
-    assert all(torch.equal(drafter.module.state_dict()[name], weight) for name, weight in weights.items())
-    ids, states = text_and_states(target)
-    files = {name: one for name, one in load_file(folder / "model.safetensors").items() if ".mtp_layers.0." in name}
-    files = {name.removeprefix("model.mtp_layers.0."): one for name, one in files.items()}
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], files[f"{name}.weight"], target.config.rms_norm_eps)
-
-    tokens = norm(target.get_input_embeddings()(ids[:, 1:9]), "token_layernorm")
-    x = F.linear(torch.cat([norm(states, "hidden_layernorm"), tokens], dim=-1), files["input_proj.weight"])
-    layer = copy.deepcopy(target.model.layers[0])
-    layer.load_state_dict({name: files[name] for name in layer.state_dict()})
-    x = after_layer(target, layer, x)
-    expected = target.lm_head(norm(x, "final_layernorm")).log_softmax(-1)
-    assert_drafts(drafter, states, ids, expected)
 
 
 def test_a_head_of_speculators(folders: Any, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from support.eagle3 import forward
 from support.guests import dflash_checkpoint
-from support.heads import draft_after, features_of, peagle_head
+from support.heads import draft_after, features_of, peagle_head, shaken
 from support.ngrams import unpacked
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
@@ -116,20 +116,22 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     peagle = peagle_head(model)
     peagle.save_pretrained(folder / "peagle")
     peagle.add_adapter(LoraConfig(r=2), "a")
-    with torch.no_grad():
-        for name, weight in peagle.named_parameters():
-            if "lora_B" in name:
-                weight.normal_()
-    peagle.save_pretrained(folder / "adapter")
+    shaken(peagle).save_pretrained(folder / "adapter")
     return folder
 
 
-def test_a_name_that_is_taken(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--to", "dart", "--target", saved / "target")
-    assert converted(saved / "head", saved / "peagle", *options) == 2
-    assert "is there already" in capsys.readouterr().err
-    assert converted(saved / "head", tmp_path / "no" / "folder", *options) == 2
-    assert "no folder" in capsys.readouterr().err
+def test_what_is_not_converted(target: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dflash, own = dflash_checkpoint(tmp_path / "dflash", target), ("--target", saved / "target", "--to")
+    for source, place, form, words in (
+        (saved / "head", saved / "peagle", "dart", "is there already"),
+        (saved / "head", tmp_path / "no" / "folder", "dart", "no folder"),
+        (saved / "head", tmp_path / "no", "vllm", "mask_mode='peagle'"),
+        (dflash, tmp_path / "no", "vllm", "DFlashDrafter"),
+    ):
+        assert converted(source, place, *own, form) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    assert converted(dflash, tmp_path / "out", *own, "dart") == 0
 
 
 def test_a_head_keeps_its_dtype(tmp_path: Path) -> None:
@@ -138,9 +140,6 @@ def test_a_head_keeps_its_dtype(tmp_path: Path) -> None:
     target.save_pretrained(tmp_path / "target")
     letters("abcdefgh").save_pretrained(tmp_path / "target")
     head = DartHead.from_target(target, own_lm_head=True, double_norm=True).half()
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight.normal_()
     head.save_pretrained(tmp_path / "head")
     options = ("--target", tmp_path / "target")
     assert converted(tmp_path / "head", tmp_path / "ours", "--to", "dart", *options) == 0
@@ -155,9 +154,6 @@ def test_a_head_keeps_its_dtype(tmp_path: Path) -> None:
 @torch.no_grad()
 def test_to_vllm(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--to", "vllm", "--target", saved / "target", "--verifier", "me/target")
-    assert converted(saved / "head", tmp_path / "no", *options) == 2
-    assert "mask_mode='peagle'" in capsys.readouterr().err
-    assert not (tmp_path / "no").exists()
     assert converted(saved / "peagle", tmp_path / "yes", *options) == 0
     said = capsys.readouterr().out
     assert "vllm serve me/target --speculative-config" in said
@@ -188,12 +184,3 @@ def test_tries(tmp_path: Path) -> None:
     table = NgramTable.load(tmp_path / "a.ngram")
     assert unpacked(table)[5, 6] == 3
     assert table.spec.tokenizer_hash is not None
-
-
-def test_other_drafters_are_not_converted(
-    target: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = dflash_checkpoint(tmp_path / "dflash", target)
-    assert converted(path, tmp_path / "out", "--to", "vllm", "--target", saved / "target") == 2
-    assert "DFlashDrafter" in capsys.readouterr().err
-    assert converted(path, tmp_path / "out", "--to", "dart", "--target", saved / "target") == 0
