@@ -32,20 +32,16 @@ class Run:
 
     Attributes:
         model, inputs, options, seed: the call; inputs are `input_ids` and `attention_mask` [B, P].
-        sequences: [B, P + T].
-        seconds: wall time of the call.
-        generator: state of the default generator afterwards.
-        stats: what the drafter did; None for calls without one.
     """
 
     model: PreTrainedModel
     inputs: dict[str, Tensor]
     options: dict[str, Any]
     seed: int
-    sequences: Tensor
-    seconds: float
-    generator: Tensor
-    stats: DraftStats | None
+    sequences: Tensor  # [B, P + T]
+    seconds: float  # wall time of the call
+    generator: Tensor  # state of the default generator afterwards
+    stats: DraftStats | None  # what the drafter did; None for calls without one
 
     @property
     def generated(self) -> Tensor:
@@ -93,17 +89,14 @@ class Difference:
     """The place where two runs of one row part, and how close stock's own choice was there.
 
     Attributes:
-        position: of the first generated token that differs.
-        gap: how much better stock's own token was than the one written instead, in its processed logits, or in
-            log(p / noise) when sampling; inf where a run goes on and the other has stopped.
-        ulp: one unit in the last place of the top logit there, in the model's dtype, or in what it rounds like.
-        allowed: the largest gap that counts as a near-tie.
+        gap: how much better stock's own token was than the one written instead, in its processed logits, or in log(p /
+            noise) when sampling; inf where a run goes on and the other has stopped.
     """
 
-    position: int
+    position: int  # of the first generated token that differs
     gap: float
-    ulp: float
-    allowed: float
+    ulp: float  # one unit in the last place of the top logit there, in the model's dtype, or in what it rounds like
+    allowed: float  # the largest gap that counts as a near-tie
 
     @property
     def near_tie(self) -> bool:

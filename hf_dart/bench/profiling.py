@@ -28,13 +28,11 @@ class Profile(NamedTuple):
     Attributes:
         tree: fields of a `TreeConfig`, relative to a round without a draft: `verify_costs`, `draft_cost` and, where the
             target computes levels of nodes one by one, `level_cost`.
-        token_ms: stock's time per token.
-        plain_ms: that of a round without a draft.
     """
 
     tree: dict[str, Any]
-    token_ms: float
-    plain_ms: float
+    token_ms: float  # stock's time per token
+    plain_ms: float  # that of a round without a draft
 
 
 def measure(

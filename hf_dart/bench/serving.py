@@ -31,23 +31,14 @@ _COLUMNS = ("clients", "server", "first token (median)", "p95", "tokens/s", "tok
 
 @dataclass(frozen=True)
 class Settings:
-    """Size of a run.
+    """Size of a run."""
 
-    Attributes:
-        clients: numbers of clients that ask at once.
-        requests: of each client, one after the other.
-        new_tokens: of each answer at most.
-        temperature: of all requests; 0 is greedy.
-        pause: seconds between two requests of a client, on average.
-        seed: of the pauses; prompts have seeds of their own.
-    """
-
-    clients: tuple[int, ...] = (1, 4, 8, 16)
-    requests: int = 2
-    new_tokens: int = 64
-    temperature: float = 0.0
-    pause: float = 0.1
-    seed: int = 0
+    clients: tuple[int, ...] = (1, 4, 8, 16)  # numbers of clients that ask at once
+    requests: int = 2  # of each client, one after the other
+    new_tokens: int = 64  # of each answer at most
+    temperature: float = 0.0  # of all requests; 0 is greedy
+    pause: float = 0.1  # seconds between two requests of a client, on average
+    seed: int = 0  # of the pauses; prompts have seeds of their own
 
 
 @dataclass(frozen=True)

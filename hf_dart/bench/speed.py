@@ -64,21 +64,17 @@ class Measurement:
     """One method in one mode at one batch size.
 
     Attributes:
-        verdict: comparison with stock, over all repeats; None where another text is as good.
-        ours: whether it is a drafter of ours, whose text has to be stock's.
-        runs: by repeat, one of each batch.
         differences: from stock, row by row; empty without a verdict.
-        peak: bytes allocated on a CUDA device, the highest of all its calls; 0 elsewhere.
     """
 
     batch: int
     mode: str
     method: str
-    verdict: Verdict | None
-    ours: bool
-    runs: list[list[Run]] = field(default_factory=list)
+    verdict: Verdict | None  # comparison with stock, over all repeats; None where another text is as good
+    ours: bool  # whether it is a drafter of ours, whose text has to be stock's
+    runs: list[list[Run]] = field(default_factory=list)  # by repeat, one of each batch
     differences: list[Difference | None] = field(default_factory=list)
-    peak: int = 0
+    peak: int = 0  # bytes allocated on a CUDA device, the highest of all its calls; 0 elsewhere
 
     @property
     def seconds(self) -> list[float]:

@@ -190,19 +190,12 @@ def in_pieces(request: Request, size: int, pause: Callable[[PromptReader], None]
 
 
 class Prefilled(NamedTuple):
-    """Result of stock's prefill.
+    """Result of stock's prefill."""
 
-    Attributes:
-        outputs: of the last chunk.
-        reader: that handed it to the drafter.
-        kinds: of masks.
-        cache: takes over from stock's.
-    """
-
-    outputs: Any
-    reader: PromptReader
-    kinds: list[MaskKind]
-    cache: TargetCache
+    outputs: Any  # of the last chunk
+    reader: PromptReader  # that handed it to the drafter
+    kinds: list[MaskKind]  # of masks
+    cache: TargetCache  # takes over from stock's
 
 
 def begun(request: Request, rows: Rows) -> DrafterState:

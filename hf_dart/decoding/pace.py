@@ -67,33 +67,23 @@ class PaceRecord:
     """Measurements of the rounds of one kind of calls; costs are relative, as those of `RoundCost`.
 
     Attributes:
-        chances: [d] estimated chance that a draft is right up to each depth, where the copied text is not.
-        counts: [d] drafts that each of them was computed from, those that the prior counts for included.
-        correction: [N] measured cost of verifying 1 to N nodes per row, divided by its estimate.
-        timed: [N] rounds that were measured, fewer the longer ago they are.
         left, wait: rounds that are left of a pause, and rounds of the next one.
-        pauses: since drafts last paid.
-        rounds: drafted since the last pause.
-        added: running mean of what verifying their nodes cost more than copies.
-        drafted: rows of drafted rounds in all, and the tokens that they emitted.
-        draft_costs: of the last drafts, where they are timed.
         gains: running means of the tokens that drafts and copies bring: weighted by rows, and to the slowest row.
-        copy_counts: how often copies were right.
     """
 
-    chances: Array
-    counts: Array
-    correction: Array
-    timed: Array
+    chances: Array  # [d] estimated chance that a draft is right up to each depth, where the copied text is not
+    counts: Array  # [d] drafts that each of them was computed from, those that the prior counts for included
+    correction: Array  # [N] measured cost of verifying 1 to N nodes per row, divided by its estimate
+    timed: Array  # [N] rounds that were measured, fewer the longer ago they are
     left: int = 0
     wait: int = _FIRST_WAIT
-    pauses: int = 0
-    rounds: int = 0
-    added: float = 0.0
-    drafted: tuple[int, int] = (0, 0)
-    draft_costs: tuple[float, ...] = ()
+    pauses: int = 0  # since drafts last paid
+    rounds: int = 0  # drafted since the last pause
+    added: float = 0.0  # running mean of what verifying their nodes cost more than copies
+    drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
+    draft_costs: tuple[float, ...] = ()  # of the last drafts, where they are timed
     gains: tuple[float, float] = (1.0, 1.0)
-    copy_counts: CopyCounts = field(default_factory=CopyCounts)
+    copy_counts: CopyCounts = field(default_factory=CopyCounts)  # how often copies were right
 
 
 class Pace:

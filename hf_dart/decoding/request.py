@@ -56,52 +56,34 @@ class Request:
     """One call of `generate` that drafts can serve exactly, as stock prepared it; nothing in it changes.
 
     Attributes:
-        model: the target.
-        drafter: what drafts.
-        tree_config: how trees grow in this call, its `draft_cost` known.
         processors, criteria, generation_config: of the call.
-        model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
-        input_ids: [B, P] left-padded prompts.
-        prompt: the same, or their embeddings [B, P', E].
-        pads: left padding of each row.
-        cached: slots of the text that the cache holds already.
-        total: slots of the prompts, the cached ones included.
-        most: slots of the prompts and of all tokens that may be generated.
-        max_length: tokens that a row may have, the P of `input_ids` included.
-        multimodal: the prompt has more than text, such as images or sounds; text in the cache does not count.
-        streamer: is told of every token; None for none.
-        in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
-        traced: keep every round and its tree in the statistics.
-        windowed: layers with a sliding window may drop what has left it; else the cache holds the whole text.
         timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
-        memory: texts of earlier calls (`decoding.suffix_store`); None for none.
         pause: is called with the `PromptReader` between two pieces of the prompt; None for none.
-        observers: `decoding.session.Observer`s of this call, beside those of its drafter.
     """
 
-    model: PreTrainedModel
-    drafter: Drafter[Any]
-    tree_config: TreeConfig
+    model: PreTrainedModel  # the target
+    drafter: Drafter[Any]  # what drafts
+    tree_config: TreeConfig  # how trees grow in this call, its `draft_cost` known
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList
     generation_config: Any
-    model_kwargs: Mapping[str, Any]
-    input_ids: Tensor
-    prompt: Tensor
-    pads: list[int]
-    cached: int
-    total: int
-    most: int
-    max_length: int
-    multimodal: bool
-    streamer: Any
-    in_step: bool
-    traced: bool
-    windowed: bool
+    model_kwargs: Mapping[str, Any]  # the prepared keyword arguments of the target's forward, its cache among them
+    input_ids: Tensor  # [B, P] left-padded prompts
+    prompt: Tensor  # the same, or their embeddings [B, P', E]
+    pads: list[int]  # left padding of each row
+    cached: int  # slots of the text that the cache holds already
+    total: int  # slots of the prompts, the cached ones included
+    most: int  # slots of the prompts and of all tokens that may be generated
+    max_length: int  # tokens that a row may have, the P of `input_ids` included
+    multimodal: bool  # the prompt has more than text, such as images or sounds; text in the cache does not count
+    streamer: Any  # is told of every token; None for none
+    in_step: bool  # all rows go position by position, as stock's do, because processors or criteria may do anything
+    traced: bool  # keep every round and its tree in the statistics
+    windowed: bool  # layers with a sliding window may drop what has left it; else the cache holds the whole text
     timed: Collection[str]
-    memory: Namespace | None = None
+    memory: Namespace | None = None  # texts of earlier calls (`decoding.suffix_store`); None for none
     pause: Callable[[Any], None] | None = None
-    observers: tuple[Any, ...] = ()
+    observers: tuple[Any, ...] = ()  # `decoding.session.Observer`s of this call, beside those of its drafter
 
     @property
     def first_slot(self) -> int:

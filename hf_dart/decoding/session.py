@@ -35,21 +35,13 @@ ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "
 
 @dataclass(frozen=True)
 class Budget:
-    """Limits of the coming round.
+    """Limits of the coming round."""
 
-    Attributes:
-        limits: tokens that each row may emit; 0 if it has ended or is too far ahead.
-        deepest: deepest node of each row's tree: a path of k drafts emits k + 1 tokens.
-        weights: of a token more in each row (`Pace.weights`).
-        copies: what may be copied in each row.
-        drafted: the drafter is asked for a draft.
-    """
-
-    limits: list[int]
-    deepest: list[int]
-    weights: list[float]
-    copies: Sequence[Copies]
-    drafted: bool
+    limits: list[int]  # tokens that each row may emit; 0 if it has ended or is too far ahead
+    deepest: list[int]  # deepest node of each row's tree: a path of k drafts emits k + 1 tokens
+    weights: list[float]  # of a token more in each row (`Pace.weights`)
+    copies: Sequence[Copies]  # what may be copied in each row
+    drafted: bool  # the drafter is asked for a draft
 
 
 class Observer(Protocol):
@@ -86,47 +78,30 @@ class Session:
     """The parts of one call. `seen` moves on with every round; the others stay, and keep their own state.
 
     Attributes:
-        request: what was asked for.
-        rows: the text of each row.
-        streaming: the streamer that gets its tokens.
-        stats: what was done.
-        pace: how rounds are drafted, and what they cost.
-        drafter_state: of the drafter, and what of the text that covers.
-        propose_with: how the drafter is asked for a draft.
         aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
             generator, it moves nothing.
-        keeps: the drafter may be asked, in this call or a later one; else it reads nothing.
-        grower: from a draft to a tree.
-        verify: the target's forward over a tree: a `Verifier`, or a captured one in its place.
-        cache: what stays of it, round by round.
-        walk: the target's own choice at every node.
-        noise: that tokens are drawn with; None for greedy search.
-        vocab_size: V of the target's logits.
-        hidden_states: where the call returns them.
-        seen: the positions that the last round verified, each with the token after it.
         pending: verified positions that the drafter has not read, rounds having had no draft.
-        observers: are told of what the call commits.
     """
 
-    request: Request
-    rows: Rows
-    streaming: Streaming
-    stats: DraftStats
-    pace: Pace
-    drafter_state: DrafterState
-    propose_with: ProposeFunction
+    request: Request  # what was asked for
+    rows: Rows  # the text of each row
+    streaming: Streaming  # the streamer that gets its tokens
+    stats: DraftStats  # what was done
+    pace: Pace  # how rounds are drafted, and what they cost
+    drafter_state: DrafterState  # of the drafter, and what of the text that covers
+    propose_with: ProposeFunction  # how the drafter is asked for a draft
     aside: Callable[[], AbstractContextManager[None]]
-    keeps: bool
-    grower: TreeGrower
-    verify: Any
-    cache: TargetCache
-    walk: Walker
-    noise: NoiseStream | None
-    vocab_size: int
-    hidden_states: HiddenStates | None
-    seen: Verified
+    keeps: bool  # the drafter may be asked, in this call or a later one; else it reads nothing
+    grower: TreeGrower  # from a draft to a tree
+    verify: Any  # the target's forward over a tree: a `Verifier`, or a captured one in its place
+    cache: TargetCache  # what stays of it, round by round
+    walk: Walker  # the target's own choice at every node
+    noise: NoiseStream | None  # that tokens are drawn with; None for greedy search
+    vocab_size: int  # V of the target's logits
+    hidden_states: HiddenStates | None  # where the call returns them
+    seen: Verified  # the positions that the last round verified, each with the token after it
     pending: list[Verified] = field(default_factory=list)
-    observers: list[Observer] = field(default_factory=list)
+    observers: list[Observer] = field(default_factory=list)  # are told of what the call commits
 
     def noise_ahead(self, start: int, depth: int) -> Tensor | None:
         """Gumbel noise [B, depth, V] of tokens from `start` places after the text on; None if trees may not see it."""

@@ -20,19 +20,12 @@ from hf_dart.drafters.base import Drafter, Verified
 
 @dataclass
 class DrafterState:
-    """A drafter's state and what of the text it covers.
+    """A drafter's state and what of the text it covers."""
 
-    Attributes:
-        state: as the drafter's `begin` returned it.
-        start: slot of the first position that it took in; a prefix that lay in the cache already was left out.
-        pads: left padding of each row.
-        multimodal: the text has more in it than its tokens say, such as images.
-    """
-
-    state: Any
-    start: int
-    pads: list[int]
-    multimodal: bool = False
+    state: Any  # as the drafter's `begin` returned it
+    start: int  # slot of the first position that it took in; a prefix that lay in the cache already was left out
+    pads: list[int]  # left padding of each row
+    multimodal: bool = False  # the text has more in it than its tokens say, such as images
 
     def lengths(self, slots: int) -> Tensor:
         """[B] positions that the state has taken in when it covers that many slots."""

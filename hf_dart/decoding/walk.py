@@ -41,12 +41,11 @@ class Accepted:
     """Nodes that a walk accepted of each row's tree.
 
     Attributes:
-        path: [B, A] nodes from the root on, on the CPU; entries after a row's count mean nothing.
-        counts: nodes of the path to commit, per row: the root and the accepted drafts. As many tokens were
-            emitted, the last of them (the bonus token) not being in the tree. 0 for rows that stood still.
+        counts: nodes of the path to commit, per row: the root and the accepted drafts. As many tokens were emitted, the
+            last of them (the bonus token) not being in the tree. 0 for rows that stood still.
     """
 
-    path: Tensor
+    path: Tensor  # [B, A] nodes from the root on, on the CPU; entries after a row's count mean nothing
     counts: list[int]
 
 

@@ -27,17 +27,13 @@ class Segment:
     """Consecutive verified positions of one text.
 
     Attributes:
-        features: [n, F] of the target, as the drafter reads them.
-        next_tokens: [n] the token after each position.
-        temperature: that the text was sampled with; 0 for greedy search.
-        prompt: how many of the positions, at the beginning, are of a prompt.
         best: logits and tokens [n, k] of the target's best k, not of a prompt; empty where the features determine them.
     """
 
-    features: Tensor
-    next_tokens: Tensor
-    temperature: float
-    prompt: int = 0
+    features: Tensor  # [n, F] of the target, as the drafter reads them
+    next_tokens: Tensor  # [n] the token after each position
+    temperature: float  # that the text was sampled with; 0 for greedy search
+    prompt: int = 0  # how many of the positions, at the beginning, are of a prompt
     best: tuple[Tensor, ...] = ()
 
     def __len__(self) -> int:

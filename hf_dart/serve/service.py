@@ -26,23 +26,14 @@ _OWN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what requests may ask for.
+    """Bounds of what requests may ask for."""
 
-    Attributes:
-        length: tokens of a prompt and its text together.
-        seats: texts that are written at a time.
-        tokens: that they may hold together (`Batcher`).
-        waiting: texts that may wait for a seat.
-        body: bytes of a request.
-        seconds: until it is answered.
-    """
-
-    length: int
-    seats: int = 16
-    tokens: int = MAX_TOKENS
-    waiting: int = 64
-    body: int = 2**22
-    seconds: float = 600.0
+    length: int  # tokens of a prompt and its text together
+    seats: int = 16  # texts that are written at a time
+    tokens: int = MAX_TOKENS  # that they may hold together (`Batcher`)
+    waiting: int = 64  # texts that may wait for a seat
+    body: int = 2**22  # bytes of a request
+    seconds: float = 600.0  # until it is answered
 
 
 class Service:

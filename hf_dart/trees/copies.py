@@ -74,19 +74,12 @@ class CopyCounts:
 
 @dataclass(frozen=True)
 class Copies:
-    """Tree of copied tokens after one row's text, the likeliest nodes first.
+    """Tree of copied tokens after one row's text, the likeliest nodes first."""
 
-    Attributes:
-        tokens: of each node.
-        parents: place of its parent among the nodes; -1 for the text's end.
-        depths: 1 for the first after the text.
-        totals: log-probability that the text goes on along the whole path to the node.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-    totals: list[float]
+    tokens: list[int]  # of each node
+    parents: list[int]  # place of its parent among the nodes; -1 for the text's end
+    depths: list[int]  # 1 for the first after the text
+    totals: list[float]  # log-probability that the text goes on along the whole path to the node
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -130,21 +123,13 @@ def best_size(copies: Sequence[Copies], weights: Sequence[float], cost: RoundCos
 
 @dataclass(frozen=True)
 class CopyLevels:
-    """Copies of B rows in T columns, depth by depth.
+    """Copies of B rows in T columns, depth by depth."""
 
-    Attributes:
-        tokens: [B, T]; -1 where a row has no node.
-        parents: [B, T] column of each node's parent; -1 for those after the text, and -3 where there is no node.
-        totals: [B, T] log-probability of the path to each node; -inf where there is no node.
-        depths: [T] of the columns, rising from 1 on.
-        ends: [L + 1] number of columns of nodes at most 0, 1, ..., L deep.
-    """
-
-    tokens: Array
-    parents: Array
-    totals: Array
-    depths: Array
-    ends: Sequence[int]
+    tokens: Array  # [B, T]; -1 where a row has no node
+    parents: Array  # [B, T] column of each node's parent; -1 for those after the text, and -3 where there is no node
+    totals: Array  # [B, T] log-probability of the path to each node; -inf where there is no node
+    depths: Array  # [T] of the columns, rising from 1 on
+    ends: Sequence[int]  # [L + 1] number of columns of nodes at most 0, 1, ..., L deep
 
     @classmethod
     def of(cls, copies: Sequence[Copies]) -> CopyLevels:

@@ -64,15 +64,10 @@ class Level:
 
 @dataclass(frozen=True)
 class TreeLevels:
-    """The nodes of trees [B, N] by depth, empty ones left out. Its tensors lie on the CPU, unless moved (`to`).
+    """The nodes of trees [B, N] by depth, empty ones left out. Its tensors lie on the CPU, unless moved (`to`)."""
 
-    Attributes:
-        levels: from the roots on.
-        order: [B, N] place of each node in all levels, laid one after another; of empty nodes, that of their root.
-    """
-
-    levels: list[Level]
-    order: Tensor
+    levels: list[Level]  # from the roots on
+    order: Tensor  # [B, N] place of each node in all levels, laid one after another; of empty nodes, that of their root
 
     @classmethod
     def of(cls, tree: DraftTree) -> TreeLevels:

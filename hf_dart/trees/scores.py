@@ -43,15 +43,10 @@ and [B, W, C], the last tokens of each path. Scores lie between `FLOOR` and -`ST
 
 @dataclass(frozen=True)
 class DraftScores:
-    """The formula that a [`TreeConfig`] names.
+    """The formula that a [`TreeConfig`] names."""
 
-    Attributes:
-        config: its `scores` and `ngram_weight` count.
-        table: n-grams of a corpus; None for the drafter's scores alone.
-    """
-
-    config: TreeConfig
-    table: NgramTable | None = None
+    config: TreeConfig  # its `scores` and `ngram_weight` count
+    table: NgramTable | None = None  # n-grams of a corpus; None for the drafter's scores alone
 
     @property
     def context(self) -> int:
@@ -105,21 +100,16 @@ class Candidates:
     """Candidate tokens of B rows for each of d depths, and copies of earlier text.
 
     Attributes:
-        history: [B, C] last committed tokens, the root of the tree last; as many as `formula` looks at, 1 at least.
         tokens, steps: of `DraftScores.scorer`.
-        formula: of scores from these.
-        copies: tokens that followed the same text earlier; those within d are among the candidates.
-        deepest: [B] no node of a row lies deeper; None for no limit.
-        ending: [B, d, K] candidates that end the text, after which nothing grows; None for none.
     """
 
-    history: Array
+    history: Array  # [B, C] last committed tokens, the root of the tree last; as many as `formula` looks at, 1 at least
     tokens: Array
     steps: Array
-    formula: DraftScores
-    copies: CopyLevels
-    deepest: Sequence[int] | None = None
-    ending: Array | None = None
+    formula: DraftScores  # of scores from these
+    copies: CopyLevels  # tokens that followed the same text earlier; those within d are among the candidates
+    deepest: Sequence[int] | None = None  # [B] no node of a row lies deeper; None for no limit
+    ending: Array | None = None  # [B, d, K] candidates that end the text, after which nothing grows; None for none
 
 
 def take(values: Array, places: Array) -> Array:

@@ -25,13 +25,12 @@ class Blocks:
     A mask is bool, True if a query attends to a key: [B, 1, queries, keys]. Keys are all S entries.
 
     Attributes:
-        positions: [B, S] with S = T - 1 + K M, counted from the start of each document; M mask slots per block.
-        entries: [B, K d] of each block, as `DartHead.propose` gives them: the anchor's real position (shifted
-            logits), then its d - 1 mask slots, or d of these; those of absent blocks mean nothing.
+        entries: [B, K d] of each block, as `DartHead.propose` gives them: the anchor's real position (shifted logits),
+            then its d - 1 mask slots, or d of these; those of absent blocks mean nothing.
     """
 
     anchors: Tensor  # [B, K] real position of each block; -1 is no block
-    positions: Tensor
+    positions: Tensor  # [B, S] with S = T - 1 + K M, counted from the start of each document; M mask slots per block
     entries: Tensor
     sees: Callable[[Tensor], Tensor]  # the mask [B, 1, Q, keys] of some entries [B, Q]
     real: int  # T - 1

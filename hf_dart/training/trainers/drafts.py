@@ -18,15 +18,13 @@ class Goals(NamedTuple):
     """The target's distributions after some tokens of a batch, in a draft vocabulary of M tokens.
 
     Attributes:
-        places: [U] those tokens, in ascending order, counted through the rows [B T].
-        logits: [U, M]; M is V without a draft vocabulary.
         others: [U] log of the sum of exp(logit) over all tokens outside of it; None where that was not asked for, or
             none is.
         best: [U] column of the likeliest token, M for one outside; None where that was not asked for.
     """
 
-    places: Tensor
-    logits: Tensor
+    places: Tensor  # [U] those tokens, in ascending order, counted through the rows [B T]
+    logits: Tensor  # [U, M]; M is V without a draft vocabulary
     others: Tensor | None = None
     best: Tensor | None = None
 
@@ -53,21 +51,13 @@ class Goals(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafts:
-    """The N blocks of a batch, with what the drafter made of them and what it should have.
+    """The N blocks of a batch, with what the drafter made of them and what it should have."""
 
-    Attributes:
-        inputs: the batch, with what `DrafterTrainer.draw` has added.
-        hidden: [N, d, H] of the drafter.
-        goals: what the target says after the tokens of `places`.
-        places: [N, d] the token of the batch, as in `goals`, after which each draft token comes.
-        labels: [N, d] the tokens that follow, `NO_LABEL` where none is known.
-    """
-
-    inputs: dict[str, Any]
-    hidden: Tensor
-    goals: Goals
-    places: Tensor
-    labels: Tensor
+    inputs: dict[str, Any]  # the batch, with what `DrafterTrainer.draw` has added
+    hidden: Tensor  # [N, d, H] of the drafter
+    goals: Goals  # what the target says after the tokens of `places`
+    places: Tensor  # [N, d] the token of the batch, as in `goals`, after which each draft token comes
+    labels: Tensor  # [N, d] the tokens that follow, `NO_LABEL` where none is known
 
     def of(self, chosen: Tensor) -> Drafts:
         """Select the blocks that `chosen` [N] (bool) names."""
