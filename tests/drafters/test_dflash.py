@@ -1,4 +1,4 @@
-"""Published DFlash drafters: logits as their code gives them, text as stock gives it, and files read strictly."""
+"""Published DFlash drafters and relatives (JetSpec, DFlash2, DSpark): logits, text, and files read strictly."""
 
 from __future__ import annotations
 
@@ -10,71 +10,122 @@ import pytest
 import torch
 from safetensors.torch import save as save_tensors
 from safetensors.torch import save_file
-from support.checkpoints import save
-from support.compare import assert_identical
-from support.guests import dflash_checkpoint, dflash_config, dflash_drafter, dflash_tensors, published
-from support.heads import draft_after, features_of
+from support.cases import GREEDY, SAMPLED, batch
+from support.checkpoints import reordered, save
+from support.compare import assert_identical, tally
+from support.guests import dflash_checkpoint, dflash_config, dflash_tensors, published
+from support.heads import assert_saved, draft_after, features_of
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
-from support.sentences import not_read
+from support.relatives import VARIANTS, pair_score, relative, relative_config, relative_tensors
+from support.sentences import not_read, refused
 from support.tiny import prompts, tiny_target
 from support.users import letters
 
-from hf_dart import DFlashDrafter, TreeConfig
+from hf_dart import DFlashDrafter, TreeConfig, load_drafter
 
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
-}  # fmt: skip
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
-# Everything that a published config may say about the pass.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "inner block size": {"block_size": None, "dflash_config__block_size": 4},
-    "rope_parameters": {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}},
-    "yarn": {"rope_theta": None, "rope_parameters": YARN},
-    "llama3": {"rope_theta": 10000, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
-    "sliding": SLIDING,
-    "sliding, both directions": {**SLIDING, "is_causal": False},
-    "causal": {"dflash_config__causal": True},
-    "sliding by depth": {"layer_types": None, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
-    "scales": {
-        "dflash_config__input_embedding_scale": 3.0,
-        "dflash_config__output_multiplier": 0.2,
-        "final_logit_softcapping": 2.0,
-    },
-    "biases": {"attention_bias": True},
-    "taps out of order": {"dflash_config__target_layer_ids": [1, 0]},
-    "gelu": {"hidden_act": "gelu"},
-}  # fmt: skip
+EXACT = tally("float64, DFlash and its relatives", least=1.3)
+
+
+@pytest.fixture(scope="module")
+def deep() -> Any:
+    return tiny_target("qwen3", num_hidden_layers=8)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_the_published_forward(target: Any, tmp_path: Path, variant: str) -> None:
-    drafter = dflash_drafter(tmp_path, target, **VARIANTS[variant])
-    config = dflash_config(target, **VARIANTS[variant])
-    inner = config["dflash_config"]
-    tokens = prompts([12])["input_ids"]
-    features = features_of(target, drafter.feature_layers, tokens)
-    size = inner.get("block_size", config.get("block_size"))
-    block = torch.cat([tokens[0, -1:], tokens.new_full((size - 1,), inner["mask_token_id"])])
-    embedded = target.get_input_embeddings().weight[block] * inner.get("input_embedding_scale", 1.0)
-    hidden = published(config, dflash_tensors(config), features[0], embedded)
-    expected = hidden[1:] @ target.get_output_embeddings().weight.T * inner.get("output_multiplier", 1.0)
-    if cap := config.get("final_logit_softcapping"):
-        expected = cap * torch.tanh(expected / cap)
-    ours = draft_after(target, drafter, tokens).logits[0]
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_the_published_ones(deep: Any, tmp_path: Path, name: str) -> None:
+    drafter = load_drafter(relative(tmp_path, deep, name), target=deep)
+    assert isinstance(drafter, DFlashDrafter)
+    config = relative_config(deep, name)
+    weights = relative_tensors(config, name)
+    kind = VARIANTS[name][1]
+    if name == "DFlash, no taps named":
+        assert drafter.feature_layers == [2, 6]
     before = drafter._frequencies.clone()
-    assert torch.equal(drafter.bfloat16()._frequencies, before), "they are not rounded with the weights"
+    ids, inner = prompts([12])["input_ids"], config.get("dflash_config", {})
+    features, proposal = features_of(deep, drafter.feature_layers, ids), draft_after(deep, drafter, ids)
+    size = inner.get("block_size", config.get("block_size"))
+    block = torch.cat([ids[0, -1:], torch.full((size - 1,), 47)])
+    if config.get("sliding_window_non_causal"):
+        config["is_causal"] = False
+    embedded = deep.get_input_embeddings()(block) * inner.get("input_embedding_scale", 1.0)
+    hidden = published(config, weights, features[0], embedded)[int(kind != "dspark") :]
+    assert len(hidden) == drafter.draft_length
+    logits = hidden @ weights.get("lm_head.weight", deep.lm_head.weight).T * inner.get("output_multiplier", 1.0)
+    if cap := config.get("final_logit_softcapping"):
+        logits = cap * torch.tanh(logits / cap)
+    torch.testing.assert_close(proposal.logits[0], logits, rtol=1e-6, atol=1e-6)
+    candidates = torch.stack([ids[0, :4]] * len(hidden))[None]
+    if drafter.draft_vocabulary is not None:
+        candidates = drafter.draft_vocabulary[candidates.clamp(max=19)]
+    scores = torch.zeros(candidates.shape, dtype=torch.float64)
+    table = drafter.transitions(proposal, ids[:, -1], candidates, scores)
+    if kind == "dflash":
+        assert table is None
+        assert torch.equal(drafter.bfloat16()._frequencies, before), "they are not rounded with the weights"
+        return
+    assert table is not None
+    root = int(ids[0, -1])
+    for depth in range(len(hidden)):
+        for place, previous in enumerate(candidates[0, depth - 1].tolist() if depth else [root] * 4):
+            added = torch.stack([
+                pair_score(weights, hidden[depth], previous, column)
+                for column in (candidates[0, depth].tolist() if drafter.draft_vocabulary is None
+                               else torch.searchsorted(drafter.draft_vocabulary, candidates[0, depth]).tolist())
+            ])  # fmt: skip
+            expected = added.log_softmax(-1) + torch.tensor(4.0).log()
+            torch.testing.assert_close(table[0, depth, place].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+PER_TOKEN = {
+    "speculators' DFlash2, some tokens": "candidate_selector.successor_codebook",
+    "speculators' DSpark": "markov_head.markov_w2.weight",
+}
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_draft_tokens_in_another_order(deep: Any, tmp_path: Path, name: str) -> None:
+    files = {"ascending": dict, "mixed": lambda tensors: reordered(tensors, "lm_head.weight", PER_TOKEN[name])}
+    one, other = (
+        load_drafter(relative(tmp_path / order, deep, name, change=change), target=deep)
+        for order, change in files.items()
+    )
+    assert all(torch.equal(weight, one.state_dict()[key]) for key, weight in other.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["JetSpec", "DFlash2", "DSpark, gated", "speculators' DSpark"])
+def test_text_is_stocks(deep: Any, tmp_path: Path, name: str) -> None:
+    drafter = load_drafter(relative(tmp_path, deep, name), target=deep)
+    drafter.tree_config = TreeConfig(nodes=16)
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(deep, drafter, batch(4, "sdpa"), into=EXACT, **mode)
+
+
+@pytest.mark.parametrize("name", ["DFlash2", "speculators' DSpark"])
+def test_saved_in_our_format(deep: Any, tmp_path: Path, name: str) -> None:
+    first = load_drafter(relative(tmp_path / "theirs", deep, name), target=deep)
+    assert_saved(first, deep, tmp_path / "ours")
+    content = json.loads((tmp_path / "ours" / "config.json").read_text())
+    (tmp_path / "ours" / "config.json").write_text(json.dumps({**content, "published": {"model_type": "dart_dflash"}}))
+    refused(lambda: load_drafter(str(tmp_path / "ours"), target=deep), ValueError, "architectures")
+
+
+def test_what_is_refused_by_its_name(deep: Any, tmp_path: Path) -> None:
+    """Speculators names a last layer before its norm; in z-lab's format drafters read it after the norm."""
+    xpress, speculators = {"xpress_rank": 4}, "speculators' DFlash"
+    for name, changes, words in (
+        (speculators, {"aux_hidden_state_layer_ids": [2, 4, 8]}, "reads the last of 8 layers of its target before the"),
+        (speculators, {**xpress, "speculators_model_type": "xpress", "architectures": ["XPress"]}, "an XPress"),
+        ("JetSpec", {**xpress, "architectures": ["Qwen3XPressModel"]}, "This is an XPress drafter"),
+    ):
+        path = relative(tmp_path / words, deep, name)
+        config = json.loads(Path(path, "config.json").read_text())
+        Path(path, "config.json").write_text(json.dumps({**config, **changes}))
+        refused(lambda path=path: load_drafter(path, target=deep), ValueError, words)
 
 
 # ---- files that are damaged, hostile, of another kind or for another target -----------------------------------
-
-
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
 
 def load(path: Path | str, target: Any, **options: Any) -> DFlashDrafter:

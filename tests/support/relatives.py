@@ -15,7 +15,28 @@ from support.guests import dflash_config, dflash_tensors
 
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+_ROTATION = {"factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+_BY_DEPTH = {"layer_types": None, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
+# Everything that a published config may say about the pass.
+_PLAIN: dict[str, dict[str, Any]] = {
+    "": {},
+    ", inner block size": {"block_size": None, "dflash_config__block_size": 4},
+    ", rope_parameters": {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}},
+    ", yarn": {"rope_theta": None, "rope_parameters": {"rope_type": "yarn", **_ROTATION}},
+    ", llama3": {"rope_theta": 1e4, "rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0,
+                                                     "high_freq_factor": 4.0, **_ROTATION}},
+    ", sliding": _SLIDING,
+    ", sliding in both directions": {**_SLIDING, "is_causal": False},
+    ", causal": {"dflash_config__causal": True},
+    ", sliding by depth": _BY_DEPTH,
+    ", scales": {"dflash_config__input_embedding_scale": 3.0, "dflash_config__output_multiplier": 0.2,
+                 "final_logit_softcapping": 2.0},
+    ", biases": {"attention_bias": True},
+    ", taps out of order": {"dflash_config__target_layer_ids": [3, 1]},
+    ", gelu": {"hidden_act": "gelu"},
+}  # fmt: skip
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{f"DFlash{name}": ("z-lab", "dflash", changes) for name, changes in _PLAIN.items()},
     "JetSpec": ("z-lab", "dflash", {"dflash_config__causal_head": True, "dflash_config__target_hidden_size": 32}),
     "DFlash, no taps named": ("z-lab", "dflash", {"dflash_config__target_layer_ids": None}),
     "DFlash2": ("z-lab", "dflash2", {f"dflash_config__{name}": value for name, value in DFLASH2.items()}),
@@ -41,7 +62,7 @@ def relative_config(target: Any, name: str) -> dict[str, Any]:
     """The config.json of one of `VARIANTS`, for a target of 8 layers; its layer's fields stand beside the others."""
     style, kind, changes = VARIANTS[name]
     taps = {} if "dflash_config__target_layer_ids" in changes else {"dflash_config__target_layer_ids": [1, 3, 4]}
-    config = dflash_config(target, architectures=[_NAMES[kind]], block_size=5, **{**taps, **changes})
+    config = dflash_config(target, **{"architectures": [_NAMES[kind]], "block_size": 5, **taps, **changes})
     if style == SPECULATORS:
         for field in ("dflash_config", "max_window_layers", "num_target_layers", "auto_map", "rope_scaling"):
             config.pop(field, None)
