@@ -159,7 +159,9 @@ def test_a_streamer_fails_amid_captured_rounds(lengths: list[int]) -> None:
         cache, listener = DynamicCache(config=target.config), Listener(tokens + 1)
         with pytest.raises(OwnError):
             run(target, inputs, 0, **{CACHE: cache}, streamer=listener, assistant=head, **options)
+        held = cache.get_seq_length()
         assert_goes_on(target, cache, inputs, text, tokens + 1, **options, assistant=head)
+    assert held > inputs["input_ids"].shape[1]
     assert all(made.tiers)
 
 
