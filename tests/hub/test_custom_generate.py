@@ -47,6 +47,9 @@ def test_by_folder(positional: bool) -> None:
 
 
 def test_carried_by_the_models_own_repository(tmp_path: Path) -> None:
+    """As it lies in the examples, which are what heads are pushed with."""
+    for name in ("generate.py", "requirements.txt"):
+        assert (EXAMPLE / "custom_generate" / name).read_bytes() == (FOLDER / "custom_generate" / name).read_bytes()
     tiny_target("llama").save_pretrained(tmp_path)
     shutil.copytree(FOLDER / "custom_generate", tmp_path / "custom_generate")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -116,8 +119,3 @@ def test_folders_of_one_name_and_folders_that_are_saved_again(tmp_path: Path) ->
     assert [drafts(first), drafts(second), drafts(first)] == [2, 3, 2]
     tiny_head(target, draft_length=4).save_pretrained(first)
     assert [drafts(first), drafts(second)] == [4, 3]
-
-
-def test_the_example_is_what_heads_are_pushed_with() -> None:
-    for name in ("generate.py", "requirements.txt"):
-        assert (EXAMPLE / "custom_generate" / name).read_bytes() == (FOLDER / "custom_generate" / name).read_bytes()

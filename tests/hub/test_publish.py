@@ -23,7 +23,7 @@ from hf_dart.cli import main
 from hf_dart.hub.card import BEGIN, END
 from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.hub.publish import push_folder
+from hf_dart.hub.publish import push_folder, write_repository
 
 BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
 MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -119,14 +119,13 @@ def test_what_people_wrote_into_the_card_stays(alice: Hub, head: DartHead, caplo
 
 def test_a_card_that_changes_meanwhile_is_not_lost(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     head.push_to_hub("alice/head")
-    stored, render = alice.repositories["alice/head"], "hf_dart.hub.publish.write_repository"
-    from hf_dart.hub.publish import write_repository
+    stored = alice.repositories["alice/head"]
 
     def meanwhile(*args: Any) -> Any:
         stored.commit("main", stored.refs["main"], {**stored.files(), "README.md": b"# Mine"}, "by hand")
         write_repository(*args)
 
-    monkeypatch.setattr(render, meanwhile)
+    monkeypatch.setattr("hf_dart.hub.publish.write_repository", meanwhile)
     with pytest.raises(OSError, match=r"412 .*changed meanwhile, push again"):
         head.push_to_hub("alice/head", license="mit")
     assert card_of(alice) == "# Mine"

@@ -56,7 +56,7 @@ def test_a_template_that_drops_thoughts_gives_a_document_for_each_turn(enable_th
     assert tokenizer.decode(documents[1][0]).count("<think>") == 1
 
 
-def test_what_cannot_be_told_apart_is_refused() -> None:
+def test_messages_of_other_kinds_are_understood_or_refused() -> None:
     with pytest.raises(ValueError, match=r"mark them in the template with \{% generation %\}"):
         ChatFormat(chat_tokenizer(OTHER_PROMPT)).encode(CONVERSATION)
     with pytest.raises(ValueError, match="has no chat template; give one with chat_template"):
@@ -68,9 +68,6 @@ def test_what_cannot_be_told_apart_is_refused() -> None:
 
     with pytest.raises(ValueError, match=r"has the fields .*'speaker'"):
         as_messages([{"speaker": "a", "content": "b"}])
-
-
-def test_sharegpt_messages_and_an_assistant_that_was_given_its_first_text() -> None:
     turns = [{"from": "human", "value": "Hi.", "role": None}, {"from": "gpt", "value": "Hello."}]
     assert as_messages(turns) == [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     tokenizer = chat_tokenizer()

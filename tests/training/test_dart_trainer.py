@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_training import changed, copies, tiny_head, tiny_target, tiny_trainer, token_rows, trainer_on
+from support.tiny_training import changed, copies, tiny_head, token_rows, trainer_on
 
 from hf_dart import DartHead
 from hf_dart.training.record import training_record
@@ -33,20 +33,17 @@ def test_a_selector_learns_alone_and_nothing_from_rows_without_blocks(tmp_path: 
     assert 0 < trainer.evaluate()["eval_loss"] < loss
 
 
-@pytest.mark.parametrize("chunk", [64, 3])
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("share", "chunk"), [(0.0, 64), (0.0, 3), (0.5, 64), (1.0, 64)])
 def test_the_loss_is_that_of_the_reference(
     share: float, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, blocks, candidates, gamma = tiny_target().double(), 7, 5, 0.8
-    head = tiny_head(target).add_selector(4).double()
-    generator = torch.Generator().manual_seed(3)
+    blocks, candidates, gamma = 7, 5, 0.8
+    monkeypatch.setattr("hf_dart.training.trainers.dart._CANDIDATES", candidates)
+    options: dict[str, Any] = {"selector_only": True, "gamma": gamma, "selector_noise": share, "loss_chunk": chunk}
+    trainer = trainer_on(tmp_path, token_rows([[24]] * 2), head=selecting, dtype=torch.float64, **options)
+    head, generator = trainer.drafter, torch.Generator().manual_seed(3)
     for weight in head.selector.parameters():
         torch.nn.init.normal_(weight, generator=generator)
-    monkeypatch.setattr("hf_dart.training.trainers.dart._CANDIDATES", candidates)
-    options: dict[str, Any] = {"selector_noise": share, "loss_chunk": chunk}
-    rows = token_rows([[24]] * 2)
-    trainer = tiny_trainer(tmp_path, head, target, rows, rows, selector_only=True, gamma=gamma, **options)
     depth, size, vocabulary = head.draft_length, head.config.hidden_size, head.config.vocab_size
     hidden = torch.randn(blocks, depth, size, dtype=torch.float64, generator=generator)
     wanted = 3 * torch.randn(40, vocabulary, dtype=torch.float64, generator=generator)
@@ -56,28 +53,24 @@ def test_the_loss_is_that_of_the_reference(
 
     expected, noise = torch.zeros((), dtype=torch.float64), torch.Generator().manual_seed(9)
     weights = gamma ** torch.arange(depth, dtype=torch.float64)
-    weights, noisy_blocks = weights / weights.sum(), 0
+    weights = weights / weights.sum()
     with torch.no_grad():
-        for first in range(0, blocks, chunk):
-            logits = head.logits(hidden[first : first + chunk])
-            noisy = torch.rand(len(logits), 1, 1, generator=noise)[:, 0, 0] < share
-            noisy_blocks += int(noisy.sum())
-            gumbel = torch.zeros_like(logits)
-            if noisy.any():
-                drawn = torch.empty(logits.shape).exponential_(generator=noise)
-                gumbel[noisy] = -drawn.log().double()[noisy]
-            for block, place in product(range(len(logits)), range(depth)):
-                goal = int(places[first + block, place])
-                own, extra = logits[block, place], gumbel[block, place]
-                best = (own + extra).argsort(descending=True)[:candidates]
-                tokens = head.embed(torch.cat([ids.flatten()[goal][None], best]))
-                zero, others = torch.zeros(depth, 1).long(), torch.arange(1, candidates + 1).expand(depth, -1)
-                delta = head.selector(hidden[first + block], own[best].expand(depth, -1), tokens, zero, others)
-                scores = ((own + extra)[best] + delta[place, 0]).log_softmax(-1)
-                seen = (wanted[goal] + extra)[best]
-                goals = F.one_hot(seen.argmax(), candidates) if noisy[block] else seen.softmax(-1)
-                expected += weights[place] * (torch.special.xlogy(goals, goals) - goals * scores).sum()
-    assert (noisy_blocks > 0, noisy_blocks < blocks) == (share > 0, share < 1)
+        logits = head.logits(hidden)
+        noisy, gumbel = torch.rand(blocks, generator=noise) < share, torch.zeros_like(logits)
+        if noisy.any():
+            drawn = torch.empty(logits.shape).exponential_(generator=noise)
+            gumbel[noisy] = -drawn.log().double()[noisy]
+        for block, place in product(range(blocks), range(depth)):
+            goal, own, extra = int(places[block, place]), logits[block, place], gumbel[block, place]
+            best = (own + extra).argsort(descending=True)[:candidates]
+            tokens = head.embed(torch.cat([ids.flatten()[goal][None], best]))
+            zero, others = torch.zeros(depth, 1).long(), torch.arange(1, candidates + 1).expand(depth, -1)
+            delta = head.selector(hidden[block], own[best].expand(depth, -1), tokens, zero, others)
+            scores = ((own + extra)[best] + delta[place, 0]).log_softmax(-1)
+            seen = (wanted[goal] + extra)[best]
+            goals = F.one_hot(seen.argmax(), candidates) if noisy[block] else seen.softmax(-1)
+            expected += weights[place] * (torch.special.xlogy(goals, goals) - goals * scores).sum()
+    assert (bool(noisy.any()), bool(noisy.all())) == (share > 0, share == 1)
     assert trainer._selector_loss(drafts).item() == pytest.approx(expected.item(), rel=1e-9)
 
 

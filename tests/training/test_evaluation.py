@@ -24,6 +24,8 @@ from hf_dart.training.trainers.evaluation import count_drafts, counts_by_row, dr
 from hf_dart.trees.chain import best_chain
 
 ROWS = token_rows(LENGTHS * 4)
+STEPS = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+PROMPT = torch.tensor([[7, 11, 13, 17]])
 
 
 @lru_cache
@@ -78,9 +80,6 @@ def test_figures_of_the_targets_own_text_and_of_others() -> None:
     assert figures["waste"] == 1 / 11
     sampled = losses.coupled_chain(draft[:2], target[:2], labels[:2]).exp().sum(-1).mean()
     assert figures["tau_sampled"] == pytest.approx(1 + float(sampled))
-
-
-PROMPT = torch.tensor([[7, 11, 13, 17]])
 
 
 def rounds_of(trainer: Any, tree: TreeConfig, **options: Any) -> tuple[Tensor, list[tuple[int, int]]]:
@@ -164,28 +163,21 @@ def test_evaluation_says_how_good_the_drafts_are(tmp_path: Path) -> None:
     assert named <= results[0].keys()
 
 
-def checkpointed_trainer(folder: Path, metric: str | None = None, **arguments: Any) -> tuple[DartTrainer, Any]:
-    fields = {"max_steps": 5, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    fields |= {"load_best_model_at_end": True, "metric_for_best_model": metric, **arguments}
-    trainer = trained(folder, **fields)
-    return trainer, trainer.drafter
-
-
 def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taus = iter([1.5, 2.0, 1.9, 1.8, 3.0])
     weights: list[dict[str, Tensor]] = []
-    trainer, head = checkpointed_trainer(tmp_path, early_stopping_patience=2)
+    trainer = trained(tmp_path, **STEPS, max_steps=5, early_stopping_patience=2)
     assert trainer.args.metric_for_best_model == "tau"
 
     def figures(counts: np.ndarray) -> dict[str, float]:
-        weights.append(copies(head))
+        weights.append(copies(trainer.drafter))
         return {"tau": next(taus)}
 
     monkeypatch.setattr("hf_dart.training.trainers.evaluation.draft_figures", figures)
     trainer.train()
     assert (trainer.state.global_step, trainer.state.best_metric) == (4, 2.0)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
-    assert not changed(head, weights[1])
+    assert not changed(trainer.drafter, weights[1])
     for tau in (2.0, 3.0):
         record = training_record(trainer)
         assert (record["steps"], record["evaluation"]["eval_tau"]) == (2, tau)
@@ -194,9 +186,10 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
 
 
 def test_decoding_in_earnest_chooses_the_best_checkpoint(tmp_path: Path) -> None:
-    trainer, head = checkpointed_trainer(
-        tmp_path, "tau_decoded", decode_prompts=2, decode_prompt_tokens=6, max_steps=3, learning_rate=0.1
-    )
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "tau_decoded"}
+    options |= {"decode_prompts": 2, "decode_prompt_tokens": 6}
+    trainer = trained(tmp_path, **STEPS, **options, max_steps=3, learning_rate=0.1)
+    head = trainer.drafter
     trainer.train()
     logged = [entry["eval_tau_decoded"] for entry in trainer.state.log_history if "eval_tau_decoded" in entry]
     assert len(logged) == 3

@@ -95,11 +95,10 @@ def test_first_errors_and_the_focal_loss() -> None:
     assert_close(losses.focal_loss(ce, errors), torch.tensor(expected, dtype=torch.float64))
 
 
-def hard(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
-    return losses.hard_chain(losses.cross_entropy(draft, labels), labels)
-
-
-CHAINS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"hard": hard, "coupled": losses.coupled_chain}
+CHAINS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "hard": lambda draft, target, labels: losses.hard_chain(losses.cross_entropy(draft, labels), labels),
+    "coupled": losses.coupled_chain,
+}
 
 
 @pytest.mark.parametrize("rule", CHAINS)

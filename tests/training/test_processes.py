@@ -27,11 +27,8 @@ from hf_dart.training import DartTrainer, DartTrainingArguments
 
 ROWS = [[24], [8, -16], [12, 12], [6, -18]]  # unequal numbers of blocks on the two sides
 PARTS: dict[str, dict[str, Any]] = {
-    "dart": {},
-    "left_to_right": {"loss": "left_to_right"},
-    "lk": {"loss": "lk"},
+    "dart": {}, "left_to_right": {"loss": "left_to_right"}, "lk": {"loss": "lk"}, "own_lm_head": {"loss_chunk": 0},
     "selector": {"selector_only": True, "selector_noise": 0.0},  # processes draw noise of their own
-    "own_lm_head": {"loss_chunk": 0},
 }
 
 

@@ -20,7 +20,7 @@ from hf_dart.training.trainers.arguments import HeadArguments
 from hf_dart.training.trainers.diffusion import DiffusionArguments
 
 
-def test_flags_override_a_recipe(tmp_path: Path) -> None:
+def test_flags_override_a_recipe_and_mistakes_in_it_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     given = {"output_dir": "runs", "train_data": ["a.txt"], "learning-rate": "1e-3", "warmup_steps": None}
     file.write_text(yaml.safe_dump({**given, "max_steps": 4, "tree": {"nodes": 8}}))
@@ -33,6 +33,17 @@ def test_flags_override_a_recipe(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "train_data": ["a.txt"], "fsdp": False}))
     assert read_recipe([str(file)]).training.fsdp in (False, None)  # in a recipe it is a word
     assert read_recipe([str(file), "--fsdp", "true"]).training.fsdp is True
+    for content, says in (
+        ("train_dat: [x]", "did you mean 'train_data'?"),
+        ("zzzzzzzz: 1", "--help' lists all"),
+        ("train_data: [x]", "output_dir is missing"),
+        ("output_dir: x", "required: --train_data"),
+        ("- a list", "holds no options"),
+        ("a: [", "Cannot read the recipe"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=re.escape(says)):
+            read_recipe([str(file)])
 
 
 def test_the_recipe_for_gemma_reads_and_its_prompts_are_written(tmp_path: Path) -> None:
@@ -49,21 +60,6 @@ def test_the_recipe_for_gemma_reads_and_its_prompts_are_written(tmp_path: Path) 
     assert texts[0] == "User: Hi\nAssistant: Hello."
     assert texts[1].startswith("Question: 0 + 1?\nAnswer: 0 + 1 = 1\n\nQuestion: 1")
     assert [len(text.split("Question: ")) - 1 for text in texts] == [0, 4, 1]
-
-
-def test_mistakes_in_a_recipe(tmp_path: Path) -> None:
-    file = tmp_path / "recipe.yaml"
-    for content, says in (
-        ("train_dat: [x]", "did you mean 'train_data'?"),
-        ("zzzzzzzz: 1", "--help' lists all"),
-        ("train_data: [x]", "output_dir is missing"),
-        ("output_dir: x", "required: --train_data"),
-        ("- a list", "holds no options"),
-        ("a: [", "Cannot read the recipe"),
-    ):
-        file.write_text(content)
-        with pytest.raises(ValueError, match=re.escape(says)):
-            read_recipe([str(file)])
 
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:

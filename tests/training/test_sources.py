@@ -224,8 +224,6 @@ def test_packed_tokens_are_the_rows_of_the_packer() -> None:
         assert rows["input_ids"][1].tolist() == [*range(8, 16)]
 
 
-# ---- datasets that trainers are given ----------------------------------------------------------------------
-
 FUNCTIONS = [f"def function_{i}(argument):\n    return argument + {i}\n" * 3 for i in range(8)]
 TURNS = [[{"role": "user", "content": f"add {i}"}, {"role": "assistant", "content": FUNCTIONS[i]}] for i in range(8)]
 ROWS: dict[str, dict[str, list[Any]]] = {

@@ -18,6 +18,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, TreeConfig, attach
 from hf_dart.training import DartTrainer, DartTrainingArguments, DecodingCallback, DiffusionTrainer, EagleTrainer
 
+PROMPT, LENGTH = 4, 40  # tokens of what a target continues, and of its text
+
 
 def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 30}
@@ -109,14 +111,13 @@ def test_a_head_in_32_bits_learns_beside_a_target_in_16(tmp_path: Path, bf16: bo
 def test_a_target_that_mixes_documents_is_refused(tmp_path: Path, takes_positions: bool) -> None:
     target = tiny_target()
     head = tiny_head(target)
-    forward = target.forward
 
-    def deaf(position_ids: Any = None, **kwargs: Any) -> Any:
-        if position_ids is not None and not takes_positions:
+    def deaf(module: Any, given: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if kwargs.pop("position_ids", None) is not None and not takes_positions:
             raise TypeError("unexpected keyword argument 'position_ids'")
-        return forward(**kwargs)
+        return given, kwargs
 
-    target.forward = deaf
+    target.register_forward_pre_hook(deaf, with_kwargs=True)
     with pytest.raises(ValueError, match="share_rows=False"):
         tiny_trainer(tmp_path, head, target, ROWS).train()
     tiny_trainer(tmp_path, head, target, token_rows([[24], [20, -4]]), max_steps=1).train()
@@ -141,23 +142,13 @@ def test_what_could_not_be_trained_or_kept_is_refused(tmp_path: Path) -> None:
         tiny_trainer(tmp_path, adapted, target, rows, selector_only=True)
     with pytest.raises(ValueError, match="add_selector"):
         tiny_trainer(tmp_path, tiny_head(target), target, rows, selector_only=True)
-
-
-def test_a_target_over_several_gpus_takes_them_all(tmp_path: Path) -> None:
-    target = tiny_target()
-    head = tiny_head(target)
     args = DartTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     assert args.n_gpu <= 1
     args._n_gpu = 2
     with pytest.raises(ValueError, match="device_map='auto'"):
-        DartTrainer(head, target, args, train_dataset=ROWS)
-    target.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}
-    assert DartTrainer(head, target, args, train_dataset=ROWS).args.n_gpu == 1
-
-
-# ---- a few dozen steps teach a head to draft, on held-out text of its target ---------------------------------
-
-PROMPT, LENGTH = 4, 40
+        DartTrainer(tiny_head(target), target, args, train_dataset=rows)
+    target.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}  # it takes all GPUs itself
+    assert DartTrainer(tiny_head(target), target, args, train_dataset=rows).args.n_gpu == 1
 
 
 def own_text(target: Any, rows: int, seed: int) -> list[dict[str, Tensor]]:

@@ -34,10 +34,6 @@ def own_rows(target: Any, family: str, count: int, first: int) -> list[dict[str,
     return rows
 
 
-def in_float32(family: str) -> Any:
-    return attach(multimodal_target(family).float())
-
-
 @pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
 def test_blocks_read_what_drafting_reads(family: str, tmp_path: Path) -> None:
     """Features and embeddings of a row in a padded batch are those of its own prompt in `generate`."""
@@ -72,7 +68,7 @@ def test_blocks_read_what_drafting_reads(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.matrix)])
 def test_tau_rises_on_images(family: str, tmp_path: Path) -> None:
-    target = in_float32(family)
+    target = attach(multimodal_target(family).float())
     rows, held_out = own_rows(target, family, 32, 0), own_rows(target, family, 8, 100)
     head = tiny_head(target, feature_layers=[0, 2, 4])
     options = {"max_steps": 60, "per_device_train_batch_size": 8, "save_strategy": "steps", "save_steps": 60}
@@ -90,7 +86,7 @@ def test_tau_rises_on_images(family: str, tmp_path: Path) -> None:
 
 
 def test_eagle_learns_on_images_and_diffusion_says_that_it_does_not(tmp_path: Path) -> None:
-    target = in_float32("llava")
+    target = attach(multimodal_target("llava").float())
     rows = own_rows(target, "llava", 8, 0)
     drafter = EagleDrafter.from_target(target, feature_layers=[0, 2, 3], draft_length=4)
     trainer = tiny_trainer(tmp_path, drafter, target, rows, rows, kind=EagleTrainer, max_steps=10)
