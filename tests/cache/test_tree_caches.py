@@ -32,14 +32,12 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 26}
 ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}
 
 
-def whole(
-    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, *_: Any
-) -> TargetCache:
+def whole(prefilled: Any, pads: list[int], capacity: int, keep: bool, most: int | None = None, *_: Any) -> TargetCache:
     return TargetCache(prefilled, pads, capacity, keep, most)
 
 
 def windowed(
-    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, *_: Any
+    prefilled: Any, pads: list[int], capacity: int, keep: bool, most: int | None = None, *_: Any
 ) -> TargetCache:
     """Sliding layers that keep their window and next to nothing else."""
     with pytest.MonkeyPatch.context() as patch:
@@ -48,22 +46,18 @@ def windowed(
         return TargetCache(prefilled, pads, capacity, keep, most, windows)
 
 
-def kinds_of_cache(family: str) -> list[Callable[..., TargetCache]]:
-    return [whole, *([windowed] if family in ("gemma3", "mistral") else [])]
-
-
 @pytest.fixture(autouse=True)
 def _tight(monkeypatch: pytest.MonkeyPatch) -> None:
     """No slack: short texts move windows, and what is dropped too soon is missed."""
     monkeypatch.setattr(slot_cache, "SLACK", 0)
 
 
-def representative(*case: Any) -> Any:
-    """Mixed layers stand for all; the others belong to the matrix."""
-    return pytest.param(*case, marks=() if case[0] == "gemma3" else pytest.mark.matrix)
-
-
-CASES = [representative(family, make) for family in FAMILIES for make in kinds_of_cache(family)]
+# Mixed layers stand for all; the others belong to the matrix.
+CASES = [
+    pytest.param(family, make, marks=() if family == "gemma3" else pytest.mark.matrix)
+    for family in FAMILIES
+    for make in (whole, windowed)[: 2 if family in ("gemma3", "mistral") else 1]
+]
 
 
 def random_tree(batch: int, nodes: int, random: Random) -> DraftTree:
