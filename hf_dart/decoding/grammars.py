@@ -17,6 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import LogitsProcessorList
 
+from hf_dart.decoding.processors import XGRAMMAR, kind_of
 from hf_dart.drafters.base import Proposal
 from hf_dart.trees.copies import Copies
 from hf_dart.trees.tree import STEP
@@ -154,8 +155,8 @@ def _grammar(processor: Any, row: int) -> Grammar | None:
     """Return the grammar of one row's text by a logits processor; None if it has none that can be asked."""
     if hasattr(processor, "grammar") and callable(processor.grammar):
         return processor.grammar(row)
-    kind = f"{type(processor).__module__}.{type(processor).__name__}"
-    if kind == "xgrammar.contrib.hf.LogitsProcessor":
+    kind = kind_of(processor)
+    if kind == XGRAMMAR:
         compiled = processor.compiled_grammars
         return _XGrammar(compiled[row if len(compiled) > 1 else 0])
     if kind == "outlines.backends.xgrammar.XGrammarLogitsProcessor":

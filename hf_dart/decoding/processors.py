@@ -94,6 +94,17 @@ _ROW_BOUND = (
     EncoderNoRepeatNGramLogitsProcessor,
 )
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
+
+
+def kind_of(processor: Any) -> str:
+    """Return the full name of a processor's class, by which those of packages that need not be installed are known."""
+    return f"{type(processor).__module__}.{type(processor).__name__}"
+
+
+def _new_xgrammar(processor: Any) -> bool:
+    """Return True for a processor of xgrammar that no call has used, which has a grammar for each row and no more."""
+    return kind_of(processor) == XGRAMMAR and not processor.matchers
 
 
 def scores_alone(processors: LogitsProcessorList) -> bool:
@@ -105,13 +116,16 @@ def of_rows(processors: LogitsProcessorList, batch_size: int) -> list[LogitsProc
     """Return processors for each row that do to it alone what `processors` do in the batch; None if not known."""
     if batch_size == 1:
         return [processors]
-    if any(type(processor) not in _ROW_FREE for processor in processors):
+    if not all(type(processor) in _ROW_FREE or _new_xgrammar(processor) for processor in processors):
         return None
     return [LogitsProcessorList([_of_row(processor, row) for processor in processors]) for row in range(batch_size)]
 
 
 def _of_row(processor: Any, row: int) -> Any:
-    # The only one of these with state per row: where the padding ends.
+    if _new_xgrammar(processor):
+        grammars = processor.compiled_grammars
+        return type(processor)(grammars[row if len(grammars) > 1 else 0])
+    # The only one of stock's with state per row: where the padding ends.
     if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
         alone = copy.copy(processor)
         alone.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
@@ -120,8 +134,8 @@ def _of_row(processor: Any, row: int) -> Any:
 
 
 def all_known(processors: LogitsProcessorList) -> bool:
-    """Return True if all processors are stock's own, or read a row's text and scores alone."""
-    return all(type(processor) in (*_ROW_FREE, *_ROW_BOUND) for processor in processors)
+    """Return True if all processors are stock's own or xgrammar's, or read a row's text and scores alone."""
+    return all(type(processor) in (*_ROW_FREE, *_ROW_BOUND) or _new_xgrammar(processor) for processor in processors)
 
 
 def needs_stocks_steps(

@@ -203,3 +203,24 @@ def test_processors_of_other_packages(
         stock, ours = (run(model, some, rows, **options(), assistant=drafter) for drafter in (None, copies))
         same(ours, stock)
         assert copies.last_stats.tau > least, copies.last_stats.tau
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_rows_of_other_grammars_go_on_apart(packaged: Any, sample: bool) -> None:
+    """A processor of xgrammar does for each row what one for that row alone does."""
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    model, tokenizer = packaged
+    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
+    schemas = (json.dumps(schema) for schema in (SCHEMA, SORTED, ROWS))
+    forms = [xgrammar.GrammarCompiler(info).compile_json_schema(schema, any_whitespace=False) for schema in schemas]
+    inputs = tokenizer(["row = ", "x = ", "data = "], return_tensors="pt", padding=True, padding_side="left")
+    options = {**inputs, "do_sample": sample, "max_new_tokens": 60}
+    copies = LookupDrafter()
+    stock, ours = (
+        run(model, options, 1, logits_processor=[LogitsProcessor(forms)], assistant=drafter)
+        for drafter in (None, copies)
+    )
+    same(ours, stock)
+    assert any(len({*counts} - {0}) > 1 for counts in copies.last_stats.committed), "no row waits for the others"
