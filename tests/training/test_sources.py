@@ -170,7 +170,6 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
     refused(lines({"text": ["x"]}), "holds list, not text")
     refused(lines({"messages": "hello"}), "no messages|no chat template")
     refused(lines({"text": ""}), "holds nothing to train on: its documents are empty, shorter than the 5 tokens")
-    refused(lines({"text": "x"}, {"text": "yz"}), "holds nothing to train on")
     refused(lines({"input_ids": [5, 99999, 7, 8, 9, 10, 11]}), "99999, .* as 'input_ids' .* this tokenizer's 6144")
     refused(lines({"input_ids": list(range(20)), "prompt_tokens": 20}), "or have no reply of an assistant so long")
     refused(lines({"text": TEXTS[3]}), "or have no reply .* so long", max_length=3)
