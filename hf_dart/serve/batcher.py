@@ -51,7 +51,7 @@ class Batcher:
     """Batch that requests join and leave between two rounds: `Batcher(model, head).submit(input_ids, seed=0)`.
 
     Each request writes the text that `torch.manual_seed(seed); model.generate(...)` writes for it alone, whatever
-    joins, leaves, is cancelled or fails beside it ([the guarantee](exactness.md)). The target verifies the drafts of
+    joins, leaves, is cancelled or fails beside it (docs/exactness.md). The target verifies the drafts of
     all of them in one forward. Requests are served in the order in which they come: while the first that waits has no
     room, those after it wait, too. Prompts are read in pieces, with a round of the others in between.
 
