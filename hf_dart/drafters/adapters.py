@@ -26,7 +26,14 @@ from hf_dart.drafters.dart.copied import fingerprint, initialise, same_fingerpri
 from hf_dart.drafters.trained import TrainedDrafter, attach_to
 from hf_dart.errors import missing_folder
 from hf_dart.hub.checkpoint import headers, refused
-from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
+from hf_dart.hub.download import (
+    ADAPTER_CONFIG,
+    HUB_OPTIONS,
+    optional_file,
+    optional_json,
+    refuse_fields,
+    refuse_options,
+)
 from hf_dart.interop.lora_config import lora_of
 from hf_dart.trees.config import TreeConfig
 
@@ -179,6 +186,7 @@ def from_folder(
     content = optional_json(path, "config.json", **where)
     refuse_fields(path, content or {}, cls.config_class)
     if content is not None and content.get("copied_layer") is not None:
+        refuse_options(kwargs)
         if target is None:
             raise ValueError(f"The head of {path} has copied layers of its target; pass target=.")
         with torch.random.fork_rng(devices=[]):

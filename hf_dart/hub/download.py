@@ -77,6 +77,11 @@ def published_license(path: str, **where: Any) -> str | None:
     return named if isinstance(named, str) and re.fullmatch(r"[\w.+-]{1,64}", named) else None
 
 
+def refuse_options(given: dict[str, Any]) -> None:
+    """Raise a TypeError for what is no option of loading a drafter."""
+    refuse_unknown(given, (*HUB_OPTIONS, *_WITHOUT_USE, "dtype"), "Loading a drafter takes no option")
+
+
 def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     """Read the config.json of a head, and the Hub's commit that it came from, to take the weights from the same one.
 
@@ -87,7 +92,7 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
         ValueError: there is no such folder, or the file cannot be read.
         OSError: the Hub does not give it.
     """
-    refuse_unknown(where, (*HUB_OPTIONS, *_WITHOUT_USE), "Loading a drafter takes no option")
+    refuse_options(where)
     if missing_folder(path):
         raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
     with hub_errors(path, **where):

@@ -73,8 +73,8 @@ def test_table_and_dtype(target: Any, table: Path, tmp_path: Path, form: Any) ->
     wanted = {None: torch.float32, "auto": saved, "bfloat16": torch.bfloat16, torch.float64: torch.float64}
     for dtype, found in wanted.items():
         assert next(load(dtype=dtype).parameters()).dtype == found
+    with pytest.raises(TypeError, match="no option 'revison'; did you mean 'revision'"):
+        load(revison="main")
     if form is published:
-        with pytest.raises(TypeError, match="no option 'revison'; did you mean 'revision'"):
-            load(revison="main")
         assert "hf_dart, published" in methods(Pair(target, tiny_head(target), None, "t", "h"), (), drafters=[load()])
     refused(lambda: load(dtype="bf17"), ValueError, "dtype is 'bf17'")
