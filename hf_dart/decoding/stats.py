@@ -29,28 +29,21 @@ class TracedRound:
     Attributes:
         tokens, parents: [B][N] of the tree; a node without a parent is the root or empty.
         scores: [B][N] log-chance of each path as the drafter saw it; None for trees that were grown without.
-        paths: per row the nodes that were committed, the root first; none for rows that stood still.
-        seconds: wall time per phase.
     """
 
     tokens: list[list[int]]
     parents: list[list[int]]
     scores: list[list[float]] | None
-    paths: list[list[int]]
-    seconds: dict[str, float]
+    paths: list[list[int]]  # per row the nodes that were committed, the root first; none for rows that stood still
+    seconds: dict[str, float]  # wall time per phase
 
 
 @dataclass
 class Trace:
-    """The rounds of one call, in order.
+    """The rounds of one call, in order."""
 
-    Attributes:
-        prompt_length: slots of the prompt in `sequences`, padding included.
-        rounds: each once.
-    """
-
-    prompt_length: int
-    rounds: list[TracedRound] = field(default_factory=list)
+    prompt_length: int  # slots of the prompt in `sequences`, padding included
+    rounds: list[TracedRound] = field(default_factory=list)  # each once
     _spent: dict[str, float] = field(default_factory=dict)
 
     def end(self, tokens: int) -> None:

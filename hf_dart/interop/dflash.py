@@ -42,45 +42,35 @@ class DFlashShape:
     """The shape of a [`DFlashDrafter`] and how it was trained to attend.
 
     Attributes:
-        block_size: entries of a block: the last known token and block_size - 1 masked ones.
-        mask_token_id: whose embedding masked entries have.
-        feature_layers: of the target's `hidden_states`, in the order in which they are fused.
-        before_norm: the last of the target's `hidden_states` is meant as it is before the final norm.
         layers: per decoder layer, whether its block is causal, and how far back it attends: a query at q to a key at k
             if q - k <= reach (and k - q <= reach), None for everything.
-        backbone: the rest, as Qwen3 names it.
-        vocab_size: of the target.
-        num_target_layers: of the target; None where the format does not say.
-        reach_of_block: all entries of a block attend as far back as the first one, and to all of the block.
         anchor_predicts: entry i of a block predicts the token after its own position, so that a block drafts one more.
         convolution: taps and group size of the convolutions of each layer (`BlockConvolution`); or None.
-        selector: what scores pairs of tokens, "pairs" (`PairSelector`), "markov" (`MarkovSelector`) or
-            "gated" (the same with a gate), and its rank; None for none.
+        selector: what scores pairs of tokens, "pairs" (`PairSelector`), "markov" (`MarkovSelector`) or "gated" (the
+            same with a gate), and its rank; None for none.
         draft_vocab_size: M, how many tokens an LM head of the drafter's own scores; None for the target's LM head.
-        embedding_scale: factor on the target's embedding table.
         logit_scale, logit_cap: factor on the target's logits, then the bound c of c tanh(x / c).
         names: renamings (`hf_dart.interop.weights.renamed`) of our tensors to those of this format.
-        ignored: what names of tensors begin with that are not used.
     """
 
-    block_size: int
-    mask_token_id: int
-    feature_layers: tuple[int, ...]
+    block_size: int  # entries of a block: the last known token and block_size - 1 masked ones
+    mask_token_id: int  # whose embedding masked entries have
+    feature_layers: tuple[int, ...]  # of the target's `hidden_states`, in the order in which they are fused
     layers: tuple[tuple[bool, int | None], ...]
-    backbone: Qwen3Config
-    vocab_size: int
-    num_target_layers: int | None = None
-    embedding_scale: float = 1.0
+    backbone: Qwen3Config  # the rest, as Qwen3 names it
+    vocab_size: int  # of the target
+    num_target_layers: int | None = None  # of the target; None where the format does not say
+    embedding_scale: float = 1.0  # factor on the target's embedding table
     logit_scale: float = 1.0
     logit_cap: float | None = None
     names: dict[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    reach_of_block: bool = False
+    ignored: tuple[str, ...] = ()  # what names of tensors begin with that are not used
+    reach_of_block: bool = False  # all entries of a block attend as far back as the first one, and to all of the block
     anchor_predicts: bool = False
     convolution: tuple[int, int] | None = None
     selector: tuple[str, int] | None = None
     draft_vocab_size: int | None = None
-    before_norm: bool = False
+    before_norm: bool = False  # the last of the target's `hidden_states` is meant as it is before the final norm
 
 
 def dflash_format(content: dict[str, Any]) -> str | None:

@@ -23,19 +23,14 @@ class DraftTree:
     """N nodes per row in topological order; node 0 is the root, the last committed token.
 
     Attributes:
-        tokens: [B, N].
-        parents: [B, N] node index; -1 for the root and for empty nodes, which match nothing.
-        depths: [B, N]; 0 for the root and for empty nodes.
-        ancestors: [B, N, N] bool; entry (i, j) says that j lies on the path from the root to i, i included.
-        max_depth: no node lies deeper.
         scores: [B, N] log-chance of each path, if it was grown by them; 0 for the root, -inf for empty nodes.
     """
 
-    tokens: Tensor
-    parents: Tensor
-    depths: Tensor
-    ancestors: Tensor
-    max_depth: int
+    tokens: Tensor  # [B, N]
+    parents: Tensor  # [B, N] node index; -1 for the root and for empty nodes, which match nothing
+    depths: Tensor  # [B, N]; 0 for the root and for empty nodes
+    ancestors: Tensor  # [B, N, N] bool; entry (i, j) says that j lies on the path from the root to i, i included
+    max_depth: int  # no node lies deeper
     scores: Tensor | None = None
 
     @property
