@@ -245,6 +245,18 @@ def test_length_criteria_of_the_users_own(llama: tuple[Any, Any], criteria: list
         assert stock.sequences.shape[1] == ends
 
 
+def test_embeddings_for_a_prompt(llama: tuple[Any, Any]) -> None:
+    """The head drafts from them what it drafts from the ids."""
+    target, head = llama
+    ids = prompts(RAGGED)
+    embeddings = target.get_input_embeddings()(ids["input_ids"]).detach()
+    committed = []
+    for given in (ids, {"inputs_embeds": embeddings, "attention_mask": ids["attention_mask"]}):
+        assert_identical(target, head, given, **GREEDY, tree_config=TreeConfig(lookup=0, nodes=12))
+        committed.append(head.last_stats.committed)
+    assert committed[0] == committed[1]
+
+
 def test_embeddings_and_a_cache(llama: tuple[Any, Any]) -> None:
     """As the first turn and as the second."""
     target, head = llama
@@ -348,18 +360,14 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     ids=["head", "bidirectional", "eagle", "diffusion"],
 )
 def test_however_a_prompt_is_fed(make: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Padding in front of it costs no drafts, nor do the pieces of a long one, whose masks are not quadratic.
-
-    Nor do embeddings in the place of its ids.
-    """
+    """Padding in front of it costs no drafts, nor do the pieces of a long one, whose masks are not quadratic."""
     target, ids = attach(tiny_target("llama")), prompts([23])["input_ids"]
     drafter, committed = make(target, **fields), []
     for pads, at_once in ((0, 2048), (5, 2048), (0, 5)):
         monkeypatch.setattr(feed, "AT_ONCE", at_once)
-        padded = torch.nn.functional.pad(ids, (pads, 0))
-        mask = (torch.arange(pads + 23) >= pads).long()[None]
-        for given in ({"input_ids": padded}, {"inputs_embeds": target.get_input_embeddings()(padded).detach()}):
-            run(target, {**given, "attention_mask": mask}, 0, assistant=drafter, do_sample=False, max_new_tokens=40)
-            committed.append(drafter.last_stats.committed)
+        inputs = {"input_ids": torch.nn.functional.pad(ids, (pads, 0))}
+        inputs["attention_mask"] = (torch.arange(pads + 23) >= pads).long()[None]
+        run(target, inputs, 0, assistant=drafter, do_sample=False, max_new_tokens=40)
+        committed.append(drafter.last_stats.committed)
     assert max(map(max, committed[0])) > 1
-    assert all(counts == committed[0] for counts in committed)
+    assert committed[0] == committed[1] == committed[2]
