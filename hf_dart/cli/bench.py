@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,20 +138,39 @@ def _run(arguments: argparse.Namespace) -> int:
     rivals = arguments.rivals or ("lookup", *(["copies"] if arguments.suite else []), "tree")
     methods = baselines.methods(pair, rivals, small, drafters)
     content = report.circumstances(pair, settings, "", ["hf-dart", *arguments.words])
-    content |= {"drafters": baselines.parameters(methods), "results": []}
-    identical = True
+    content = _begun(arguments.json, content | {"drafters": baselines.parameters(methods), "results": []})
+    firsts = (tables.STOCK, next(iter(wanted)), settings.batches[0])  # of which each text has one result
+    measured = [one["text"] for one in content["results"] if (one["method"], one["mode"], one["batch"]) == firsts]
     for text, prompts in _prompts(arguments, pair, settings):
+        if text in measured:
+            measured.remove(text)
+            common.say(f"{text}: measured before it was interrupted")
+            continue
         case = {"text": text, "dtype": content["dtype"], "prompt_tokens": max(map(len, prompts))}
         common.say(", ".join([text, case["dtype"], f"prompts of up to {case['prompt_tokens']} tokens"]))
         measurements = speed.measure(pair, prompts, settings, methods, wanted, quiet=False)
         content["results"] += report.results(measurements, **case)
-        identical &= all(one.identical for one in measurements if one.ours)
         common.write_json(arguments.json, content)  # so that what was measured is not lost
     content["settings"]["prompt_tokens"] = max(one["prompt_tokens"] for one in content["results"])
     content["text"] = ", ".join(dict.fromkeys(one["text"] for one in content["results"]))
     common.show(tables.as_table(content) + ("\n\n" + tables.by_category(content) if arguments.suite else ""))
     common.write_json(arguments.json, content)
-    return 0 if identical else 1
+    return 0 if all(one["identical"] for one in content["results"] if one["ours"]) else 1
+
+
+def _begun(file: Path | None, content: dict[str, Any]) -> dict[str, Any]:
+    """Return the report that an interrupted run of the same command, pair and machine left; else `content`."""
+    from hf_dart.hub.checkpoint import read_json
+
+    if file is None or not file.is_file():
+        return content
+    try:
+        kept = read_json(file)
+    except ValueError:
+        return content
+    # What has run to its end names its text, and is measured again.
+    aside = {name: kept.get(name) for name in ("date", "results")}
+    return kept if kept == {**json.loads(json.dumps(content)), **aside} else content
 
 
 def _prompts(arguments: argparse.Namespace, pair: Pair, settings: Any) -> Iterator[tuple[str, list[list[int]]]]:

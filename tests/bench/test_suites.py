@@ -11,7 +11,7 @@ import pytest
 from support.chats import chat_tokenizer
 from transformers import AutoTokenizer
 
-from hf_dart.bench import suites
+from hf_dart.bench import speed, suites
 from hf_dart.cli import main
 from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_TARGET
@@ -144,6 +144,34 @@ def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     text.write_text("x = 1\n", encoding="utf8")
     assert main(words) == 2
     assert "too short" in capsys.readouterr().err
+
+
+def test_an_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured stays, whatever row is bad; another command starts over, as one that has ended does."""
+    suite = written(tmp_path / "mine.jsonl", {"prompt": "import os"}, "{", {"prompt": "class A:"})
+    file, own, asked = tmp_path / "bench.json", speed.measure, list[int]()
+    words = ["bench", "--smoke", "--suite", "code", suite, "math", "--modes", "greedy", "--repeats", "1"]
+    words += ["--batch", "2", "--json", str(file), "--new-tokens"]
+
+    def measure(*given: Any, **options: Any) -> Any:
+        asked.append(0)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return own(*given, **options)
+
+    monkeypatch.setattr(speed, "measure", measure)
+    assert main([*words, "4"]) == 130
+    before = json.loads(file.read_text())
+    assert list(dict.fromkeys(one["text"] for one in before["results"])) == ["code", "mine.jsonl"]
+    assert main([*words, "4"]) == 0
+    ended = json.loads(file.read_text())
+    assert len(asked) == 4
+    assert ended["results"][: len(before["results"])] == before["results"]
+    assert ended["text"] == "code, mine.jsonl, math"
+    for tokens, calls in (("4", 7), ("5", 10)):
+        file.write_text(json.dumps(ended if tokens == "4" else before))
+        assert main([*words, tokens]) == 0
+        assert len(asked) == calls
 
 
 def test_without_pytest_the_text_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
