@@ -116,7 +116,8 @@ class Pace:
         self._config, self._depth, self._timed, self._together = config, depth, timed, together
         self._chooses = depth > 0 and config.nodes is None
         self._estimate = config.round_cost(batch, device_type, drafted=False)
-        self._filled = np.arange(len(self._estimate.verify))
+        self._verify = self._estimate.verify  # as rounds have corrected it, by the size that trees are filled up to
+        self._filled = np.arange(len(self._verify))
         self._left_out = False
         self._spent: dict[str, float] = {}  # seconds of each phase so far
         self._seconds = 0.0  # of a round that costs 1
@@ -126,6 +127,7 @@ class Pace:
         known = None if records is None else records.get(self._kind)
         if known is not None:
             self._record = copy.deepcopy(known)
+            self._read_corrections()
             return
         none, sizes = np.zeros(depth), np.zeros(len(self._filled))
         self._record = PaceRecord(none, none, sizes + 1, sizes)
@@ -154,15 +156,13 @@ class Pace:
 
     def cost(self, drafted: bool = True) -> RoundCost:
         """Cost of a round, with a draft or (not `drafted`) of copied text alone."""
-        verify = self._estimate.verify * self._record.correction
-        draft = self._draft_cost * (1 + self._config.refine) if drafted else 0.0
-        return RoundCost(draft, (verify / verify[0])[self._filled], self._estimate.level)
+        return RoundCost(self._cost_of_looks() if drafted else 0.0, self._verify, self._estimate.level)
 
-    @property
-    def _draft_cost(self) -> float:
-        """Cost of one look of the drafter: measured, if that was done often enough."""
+    def _cost_of_looks(self) -> float:
+        """Cost of a draft and of looking at it again: measured, if that was done often enough."""
         known = self._record.draft_costs
-        return median(known) if len(known) >= _TIMED_DRAFTS // 3 else self._config.draft_cost or 0.0
+        once = median(known) if len(known) >= _TIMED_DRAFTS // 3 else self._config.draft_cost or 0.0
+        return once * (1 + self._config.refine)
 
     def copied_chances(self) -> list[float]:
         """Chances that copies are right (`trees.copies.PRIOR`), by the earlier calls of this kind."""
@@ -285,7 +285,7 @@ class Pace:
 
     def _cost_of_drafting(self) -> float:
         """Cost of a draft and its nodes, above that of copies alone."""
-        return self._draft_cost * (1 + self._config.refine) + max(self._record.added, 0.0)
+        return self._cost_of_looks() + max(self._record.added, 0.0)
 
     def _expected(self, copies: Copies, verified: int, deepest: int) -> float:
         """Tokens that a draft is expected to add to one row.
@@ -333,6 +333,7 @@ class Pace:
         """
         sizes = range(1, len(self._filled) + 1)
         self._filled = np.array([min(nodes if size_of is None else size_of(nodes), sizes[-1]) - 1 for nodes in sizes])
+        self._read_corrections()
 
     def leave_out(self) -> None:
         """Take no time of the round that is under way, in which something was compiled."""
@@ -373,3 +374,7 @@ class Pace:
             record.correction = np.interp(np.arange(len(record.timed)), sizes, record.correction[sizes])
             self._seconds *= record.correction[0]
             record.correction /= record.correction[0]
+            self._read_corrections()
+
+    def _read_corrections(self) -> None:
+        self._verify = (self._estimate.verify * self._record.correction)[self._filled]
