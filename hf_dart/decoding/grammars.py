@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import LogitsProcessorList
 
-from hf_dart.decoding.processors import XGRAMMAR, kind_of
+from hf_dart.decoding.processors import XGRAMMAR, compiled_of, kind_of
 from hf_dart.drafters.base import Proposal
 from hf_dart.trees.copies import Copies
 from hf_dart.trees.tree import STEP
@@ -157,8 +157,7 @@ def _grammar(processor: Any, row: int) -> Grammar | None:
         return processor.grammar(row)
     kind = kind_of(processor)
     if kind == XGRAMMAR:
-        compiled = processor.compiled_grammars
-        return _XGrammar(compiled[row if len(compiled) > 1 else 0])
+        return _XGrammar(compiled_of(processor, row))
     if kind == "outlines.backends.xgrammar.XGrammarLogitsProcessor":
         return _XGrammar(processor.compiled_grammar)
     if kind == "outlines.backends.llguidance.LLGuidanceLogitsProcessor":

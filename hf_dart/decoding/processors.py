@@ -102,6 +102,12 @@ def kind_of(processor: Any) -> str:
     return f"{type(processor).__module__}.{type(processor).__name__}"
 
 
+def compiled_of(processor: Any, row: int) -> Any:
+    """Return the compiled grammar of a row by a processor of xgrammar, which has one for all rows or one for each."""
+    grammars = processor.compiled_grammars
+    return grammars[row if len(grammars) > 1 else 0]
+
+
 def _new_xgrammar(processor: Any) -> bool:
     """Return True for a processor of xgrammar that no call has used, which has a grammar for each row and no more."""
     return kind_of(processor) == XGRAMMAR and not processor.matchers
@@ -123,8 +129,7 @@ def of_rows(processors: LogitsProcessorList, batch_size: int) -> list[LogitsProc
 
 def _of_row(processor: Any, row: int) -> Any:
     if _new_xgrammar(processor):
-        grammars = processor.compiled_grammars
-        return type(processor)(grammars[row if len(grammars) > 1 else 0])
+        return type(processor)(compiled_of(processor, row))
     # The only one of stock's with state per row: where the padding ends.
     if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
         alone = copy.copy(processor)
