@@ -186,7 +186,7 @@ def from_folder(
     content = optional_json(path, "config.json", **where)
     refuse_fields(path, content or {}, cls.config_class)
     if content is not None and content.get("copied_layer") is not None:
-        refuse_options(kwargs)
+        refuse_options(kwargs.keys() - {"dtype"})
         if target is None:
             raise ValueError(f"The head of {path} has copied layers of its target; pass target=.")
         with torch.random.fork_rng(devices=[]):

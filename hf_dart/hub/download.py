@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -77,9 +78,9 @@ def published_license(path: str, **where: Any) -> str | None:
     return named if isinstance(named, str) and re.fullmatch(r"[\w.+-]{1,64}", named) else None
 
 
-def refuse_options(given: dict[str, Any]) -> None:
-    """Raise a TypeError for what is no option of loading a drafter."""
-    refuse_unknown(given, (*HUB_OPTIONS, *_WITHOUT_USE, "dtype"), "Loading a drafter takes no option")
+def refuse_options(given: Iterable[str]) -> None:
+    """Raise a TypeError for the first name that is no option of where a drafter lies."""
+    refuse_unknown(given, (*HUB_OPTIONS, *_WITHOUT_USE), "Loading a drafter takes no option")
 
 
 def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
