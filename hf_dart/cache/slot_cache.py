@@ -52,8 +52,7 @@ class SlotStore:
     outgrown, up to `most` where that is known.
 
     Layers with a sliding `window` need the last positions of each row alone. What no row needs any more makes room for
-    what
-    comes; a row that has ended keeps what it saw, and with it all that follows.
+    what comes; a row that has ended keeps what it saw, and with it all that follows.
 
     Attributes:
         shown: first position that queries are shown; masks hide more of them.
@@ -352,8 +351,7 @@ class SlotCache:
         """Make room for new entries after the committed ones of each row, `most` of them if that is more.
 
         Returns:
-            Positions [B, Q]; the slots to write to, or the first of them where rows have them in common; the end of all
-                slots.
+            Positions [B, Q]; the slots to write to, or the first of them where rows share them; the end of all slots.
         """
         positions = self.lengths[:, None] + torch.arange(entries, device=self.lengths.device)
         if not self.fixed:

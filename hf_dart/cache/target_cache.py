@@ -210,8 +210,7 @@ class TargetCache:
         """Lay the first `grown` entries after the prompt into the stock cache, in stock's slots; once only.
 
         Every row must have as many. Where running states have more or fewer in some row, the stock cache is left with
-        the
-        prompt: the state of one row is not that of the others. Should it fail, it still holds the prompt as well.
+        the prompt: the state of one row is not that of the others. Should it fail, it still holds the prompt as well.
         """
         if self._written_back:
             return

@@ -386,8 +386,8 @@ def pair_scores(
 ) -> Tensor:
     """`Drafter.transitions` of drafters that score pairs of tokens.
 
-    `added` gives what is added to logits, [B, d, J, K], of the hidden states [B, d, H], the candidates' logits [B, d,
-    K], the tokens in front [B, d, J], and the candidates [B, d, K], as tokens and as columns of the logits.
+    `added` gives what is added to logits, [B, d, J, K], of hidden states [B, d, H], the candidates' logits [B, d, K],
+    the tokens in front [B, d, J], and the candidates [B, d, K], as tokens and as columns of the logits.
     """
     depth, width = candidates.shape[1:]
     device, own = scores.device, proposal.hidden.device

@@ -206,6 +206,9 @@ class HeadConfig(DrafterConfig):
         rope_scale: factor on rotary cosines and sines.
 
     The other fields are those of `DrafterConfig`.
+
+    Raises:
+        ValueError: a field is out of range; the message names the field and what it takes.
     """
 
     most_layers: ClassVar[int]

@@ -110,9 +110,8 @@ class DartMLP(nn.Module):
 class DartLayer(nn.Module):
     """A decoder layer; the first one may attend over (embedding, features) `pairs` of width E + H.
 
-    A `normed` one has a norm of its own in front of its attention; the two halves of pairs are normed apart (section
-    3.1).
-    `attention` is what its attention has besides plain projections.
+    A `normed` one has a norm of its own in front of its attention; the halves of pairs are normed apart (section 3.1).
+    `attention` is what its attention has besides plain projections, as `DartAttention` takes it.
     """
 
     def __init__(

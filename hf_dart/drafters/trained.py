@@ -95,7 +95,11 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         return self
 
     def check_target(self, target: PreTrainedModel) -> None:
-        """Refuse a target that the drafter was not made for; its own, deep copies and PEFT wrappers of it are fine."""
+        """Refuse a target that the drafter was not made for; its own, deep copies and PEFT wrappers of it are fine.
+
+        Raises:
+            ValueError: the drafter has no target, or was made for another one.
+        """
         shared = self.shared
         own = shared.embeddings is target.get_input_embeddings() and shared.lm_head is lm_head_of(target)
         if not own and target not in shared.compatible:

@@ -47,6 +47,9 @@ class DartConfig(HeadConfig):
     Sizes, the target's and the tree's fields are those of `hf_dart.drafters.base_config.DrafterConfig`; the others, of
     copied layers and heads of other projects, are those of `hf_dart.drafters.base_config.HeadConfig`. Where the
     paper's head reads the target is `default_feature_layers(L)` of L layers.
+
+    Raises:
+        ValueError: a field is out of range; the message names the field and what it takes.
     """
 
     model_type = "dart"

@@ -116,7 +116,11 @@ class DartHead(DartModel):
         return super()._of_published(path, content, target, tokenizer, **where)
 
     def bind(self, target: PreTrainedModel, tokenizer: Any = None) -> Self:
-        """Draft for `target` from now on, through its embeddings and LM head."""
+        """Draft for `target` from now on, through its embeddings and LM head.
+
+        Raises:
+            ValueError: the head does not fit the target, or a token of its own is none of the target's.
+        """
         super().bind(target, tokenizer)
         if self.draft_vocabulary is not None:
             checked(self.draft_vocabulary, self.shared.rows(self.config.vocab_size))

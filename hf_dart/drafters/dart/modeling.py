@@ -250,8 +250,7 @@ class BigramSelector(nn.Module):
             hidden: [..., d, H] what the draft logits were read from.
             logits: [..., d, K] u of the candidates.
             embeddings: [n, E] of n different tokens.
-            previous, candidates: [..., d, J] and [..., d, K] which of them are in front, and the candidates, at each
-                depth.
+            previous, candidates: [..., d, J] and [..., d, K] which of them are in front, and the candidates.
         """
         return self._delta(hidden, logits, self.previous(embeddings)[previous], self.candidate(embeddings)[candidates])
 

@@ -227,8 +227,8 @@ class DiffusionDrafter(TrainedDrafter):
         """Run entries x [B, Q, H] after the cached ones through all layers, their keys and values into the cache.
 
         Args:
-            block: slots that attend to each other in both directions, after `counts` [B] entries or as the first of the
-                Q.
+            block: slots that attend to each other in both directions.
+            counts: [B] entries in front of those slots; None if they are the first of the Q.
             wanted: [B, W] entries whose output is wanted; None is all.
         """
         window = self.config.context_window

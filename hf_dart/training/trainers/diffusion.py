@@ -62,7 +62,8 @@ class DiffusionTrainingArguments(DrafterTrainingArguments):
 class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
     """Trainer of a [`DiffusionDrafter`], which learns to draft for its target.
 
-    Evaluations draft in one step: their blocks are all masked. Arguments and errors are those of [`DrafterTrainer`].
+    Evaluations draft in one step: their blocks are all masked. Arguments and errors are those of [`DrafterTrainer`],
+    and a drafter with embeddings of its own raises a `ValueError`.
     """
 
     drafter_arguments = (DiffusionArguments,)
