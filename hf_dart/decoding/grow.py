@@ -202,7 +202,7 @@ class TreeGrower:
         Args: as for a call.
         """
         longest = min(self._config.lookup, max(deepest) + 1)
-        if longest <= 0:
+        if longest <= 0 or self._most == 1:  # a tree of one node holds no copy
             return [NOTHING] * len(deepest)
         ends: list[Collection[int]] = [() if over else self._ends for over in ended or [False] * len(deepest)]
         found = [row.suggest(longest, these) for row, these in zip(self.copied, ends, strict=True)]

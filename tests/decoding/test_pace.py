@@ -235,6 +235,7 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
     options = {"do_sample": False, "return_dict_in_generate": keeps}
     with monkeypatch.context() as patch:
         patch.setattr(head, "propose", None)
+        patch.setattr(RowCopies, "suggest", None)
         tree = TreeConfig(nodes=1)
         text = target.generate(**prompts([9]), **options, assistant=head, max_new_tokens=12, tree_config=tree)
     stats = head.last_stats
