@@ -94,7 +94,7 @@ def row_of(pair: Pair, dtype: str, settings: Settings, prompts: list[list[int]])
     """What an audit found."""
     report = audit(pair, prompts, settings)
     found = {
-        kind: [one[name] for one in report["findings"] for name in columns if one[name] is not None]
+        kind: [one[name] for one in report["findings"] for name in columns if one.get(name) is not None]
         for kind, columns in {"drafted": ("drafted", "drafted_batch"), "control": ("control",)}.items()
     }
     return {
@@ -120,7 +120,8 @@ def as_markdown(content: dict[str, Any]) -> str:
         if "refused" in row:
             rows.append((row["quantisation"], row["dtype"], "", "", "", row["refused"]))
             continue
-        drafted, control = parted(row, "drafted", row["compared"]["rows"]), parted(row, "control", len(row["findings"]))
+        controls = sum("control" in one for one in row["findings"])
+        drafted, control = parted(row, "drafted", row["compared"]["rows"]), parted(row, "control", controls)
         verdict = "passed" if row["passed"] else "FAILED"
         rows.append((row["quantisation"], row["dtype"], row["rounding"], drafted, control, verdict))
     names = ["quantisation", "dtype", "rounds like", "drafted, parted from stock", "control: stock's batch", "audit"]

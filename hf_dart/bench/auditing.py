@@ -7,33 +7,16 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_dart.bench.exact import LOW_PRECISION_ULPS, NEAR_TIE, Difference, differences, run
+from hf_dart.bench.exact import LOW_PRECISION_ULPS, NEAR_TIE, Difference, differences
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import MODES, Settings, measure
 from hf_dart.hub.tables import OURS, STOCK, Verdict, headline, markdown
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.quantised import rounding_of
 
-_MODES = ("greedy", "sampled, T=1")
-
-
-class _SampleWhenGreedy(LogitsProcessor):
-    """Processor that makes a greedy run draw each row's tokens with the noise that a sampled run of that row alone has.
-
-    `torch.multinomial(p, 1)` is argmax(p / E), E ~ Exp(1); a sampled batch gives every row other noise, so
-    that it says nothing about the same prompts alone.
-    """
-
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._generator = torch.Generator(device)
-        self._generator.manual_seed(seed)
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        noise = torch.empty_like(scores[:1]).exponential_(1, generator=self._generator)
-        return scores.log_softmax(-1) - noise.log()
+_GREEDY = "greedy"
+_MODES = (_GREEDY, "sampled, T=1")
 
 
 def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool = True) -> dict[str, Any]:
@@ -41,15 +24,16 @@ def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool 
 
     Args:
         prompts: token ids, two prompts or more.
-        settings: their `new_tokens` and `seed` are used.
+        settings: their `prompt_tokens`, `new_tokens` and `seed` are used.
         quiet: show no progress on standard error.
 
     Returns:
-        For JSON. passed: whether no drafted run differs at more than a near-tie and each leaves the generator as
-        stock does; compared: the fields of the `Verdict` on all drafted runs; attention: the target's, and what
-        verifies its trees; rounding: the dtype that near-ties are judged by; findings: by mode and prompt the first
-        difference (None without one) of `drafted`, the prompt alone, of `drafted_batch`, and of `control`, stock in
-        the batch against stock alone: what a change of shapes does without any drafts.
+        For JSON. settings: as they were used; passed: whether no drafted run differs at more than a near-tie and each
+        leaves the generator as stock does; compared: the fields of the `Verdict` on all drafted runs; attention: the
+        target's, and what verifies its trees; rounding: the dtype that near-ties are judged by; findings: by mode and
+        prompt the first difference (None without one) of `drafted`, the prompt alone, of `drafted_batch`, and of
+        greedy text of `control`, stock in the batch against stock alone: what a change of shapes does without any
+        drafts. (Sampled in a batch, a row is drawn with other noise than alone.)
     """
     settings = replace(settings, prompts=len(prompts), repeats=1, batches=(1, len(prompts)))
     modes = {mode: MODES[mode] for mode in _MODES}
@@ -58,21 +42,19 @@ def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool 
     findings = []
     for mode in _MODES:
         ((batch,),) = found[mode, len(prompts), STOCK].runs
-        if batch.options["do_sample"]:
-            coupled = LogitsProcessorList([_SampleWhenGreedy(settings.seed, batch.sequences.device)])
-            greedy = {"do_sample": False, "max_new_tokens": settings.new_tokens, "logits_processor": coupled}
-            batch = run(batch.model, batch.inputs, greedy, settings.seed)
         alone, together = (found[mode, size, OURS].differences for size in settings.batches)
         for row, stock in enumerate(found[mode, 1, STOCK].runs[0]):
-            in_batch = batch.generated[row : row + 1, : stock.generated.shape[1]]
-            text = torch.cat([stock.inputs["input_ids"], in_batch], dim=1)
-            (control,) = differences(stock, replace(stock, sequences=text))
-            parted = {"drafted": alone[row], "drafted_batch": together[row], "control": control}
+            parted = {"drafted": alone[row], "drafted_batch": together[row]}
+            if mode == _GREEDY:
+                in_batch = batch.generated[row : row + 1, : stock.generated.shape[1]]
+                text = torch.cat([stock.inputs["input_ids"], in_batch], dim=1)
+                (parted["control"],) = differences(stock, replace(stock, sequences=text))
             entries = {name: _entry(one) for name, one in parted.items()}
             findings.append({"mode": mode, "prompt": row + 1, **entries})
     attention = TreeAttention(pair.model)
     verdict = sum((one.verdict for one in measured if one.verdict is not None), Verdict())
     return {
+        "settings": asdict(settings),
         "passed": verdict.identical,
         "compared": asdict(verdict),
         "rounding": str(rounding_of(pair.model)).removeprefix("torch."),
@@ -84,14 +66,14 @@ def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool 
 def as_table(report: dict[str, Any]) -> str:
     """Return the findings of `audit` in Markdown: the circumstances, all first differences, and the verdict below."""
     settings, compared, size = report["settings"], report["compared"], report["settings"]["prompts"]
-    columns = ("drafted", "drafted_batch", "control")
-    found = {column: [one[column] for one in report["findings"]] for column in columns}
+    likes = {"drafted": "stock", "drafted_batch": "stock", "control": "alone"}
+    found = {column: [one[column] for one in report["findings"] if column in one] for column in likes}
     rows = [
-        (
+        [
             one["mode"],
             str(one["prompt"]),
-            *(_cell(one[column], "alone" if column == "control" else "stock") for column in columns),
-        )
+            *(_cell(one[column], like) if column in one else "" for column, like in likes.items()),
+        ]
         for one in report["findings"]
     ]
     names = ["mode", "prompt", "drafted", f"drafted, batch of {size}", f"control: stock, batch of {size}"]
@@ -112,7 +94,7 @@ def as_table(report: dict[str, Any]) -> str:
         f"drafted: {compared['rows']} outputs, {_summary(found['drafted'] + found['drafted_batch'])}, "
         f"{compared['differences']} of them beyond {allowed.get(report['rounding'], f'{LOW_PRECISION_ULPS} ulp')}; "
         f"generator left as stock leaves it: {'yes' if compared['generator'] else 'no'}",
-        f"control: {len(rows)} outputs, {_summary(found['control'])}",
+        f"control: {len(found['control'])} outputs, {_summary(found['control'])}",
         f"audit: {'passed' if report['passed'] else 'FAILED'}",
     ]
     return "\n".join(lines)

@@ -40,14 +40,7 @@ def _run(arguments: argparse.Namespace) -> int:
     else:
         text, files = suites.texts()
         prompts = suites.cut_prompts(pair.tokenizer, files, _PROMPTS, _PROMPT_TOKENS)
-    settings = speed.Settings(
-        prompts=len(prompts),
-        prompt_tokens=max(map(len, prompts)),
-        new_tokens=arguments.new_tokens,
-        repeats=1,
-        batches=(1, len(prompts)),
-        seed=arguments.seed,
-    )
+    settings = speed.Settings(len(prompts), max(map(len, prompts)), arguments.new_tokens, seed=arguments.seed)
     content = {
         **report.circumstances(pair, settings, text, ["hf-dart", *arguments.words]),
         **auditing.audit(pair, prompts, settings, quiet=False),

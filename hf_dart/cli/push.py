@@ -34,8 +34,6 @@ def _run(arguments: argparse.Namespace) -> int:
     registered()  # so that cards of all kinds can be written
 
     known = {name: getattr(arguments, name) for name in _FACTS}
-    for name in ("language", "datasets"):
-        known[name] = tuple(known[name])
     with as_user_error():
         if arguments.dry_run is not None:
             write_folder(arguments.folder, arguments.dry_run, arguments.repository, **known)

@@ -33,22 +33,10 @@ _HOMES = {
     "tokenize": "data.packing",
 }
 __all__ = [
-    "DartTrainer",
-    "DartTrainingArguments",
-    "DataArguments",
-    "DecodingCallback",
-    "DiffusionTrainer",
-    "DiffusionTrainingArguments",
-    "EagleTrainer",
-    "EagleTrainingArguments",
-    "EditTrainer",
-    "EditTrainingArguments",
-    "PackedTokens",
-    "image_row",
-    "load_rows",
-    "losses",
-    "tokenize",
-]
+    "DartTrainer", "DartTrainingArguments", "DataArguments", "DecodingCallback", "DiffusionTrainer",
+    "DiffusionTrainingArguments", "EagleTrainer", "EagleTrainingArguments", "EditTrainer", "EditTrainingArguments",
+    "PackedTokens", "image_row", "load_rows", "losses", "tokenize",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def pair(saved: Path, tmp_path: Path) -> Path:
-    for file in filter(Path.is_file, saved.rglob("*")):
-        copy = tmp_path / file.relative_to(saved)
-        copy.parent.mkdir(exist_ok=True, parents=True)
-        copy.write_bytes(file.read_bytes())
-    return tmp_path
+    return shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
 
 
 @pytest.fixture

@@ -25,6 +25,9 @@ def test_near_ties_are_a_matter_of_dtype() -> None:
     assert tolerance(torch.float64, 20.0) == 0
     assert tolerance(torch.float32, 20.0) == 1e-5
     assert tolerance(torch.bfloat16, 20.0) == 4 * 2.0**-7 * 16
+    for value in (0.3, 1.0, 20.0, 250.0):
+        step = torch.tensor(value, dtype=torch.bfloat16)
+        assert float(torch.nextafter(step, step * 2) - step) == ulp(torch.bfloat16, float(step))
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -66,13 +69,6 @@ def test_an_end_at_another_place_is_no_near_tie() -> None:
     assert isinf(found[0].gap)
     assert not found[0].near_tie
     assert found[1] is None
-
-
-def test_ulp() -> None:
-    assert ulp(torch.bfloat16, 20.0) == 2.0**-7 * 16
-    for value in (0.3, 1.0, 20.0, 250.0):
-        step = torch.tensor(value, dtype=torch.bfloat16)
-        assert float(torch.nextafter(step, step * 2) - step) == ulp(torch.bfloat16, float(step))
 
 
 def test_repeated_4grams() -> None:

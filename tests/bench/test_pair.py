@@ -44,17 +44,14 @@ def test_a_target_without_a_head_drafts_copied_text(capsys: pytest.CaptureFixtur
     assert "drafts accepted" in drafted.err
     assert main(["generate", *words, "--stock"]) == 0
     assert capsys.readouterr().out == drafted.out
+    assert main(["profile", "--target", TARGET]) == 2
+    assert "name a head with --head." in capsys.readouterr().err
 
 
 def test_a_server_without_its_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("hf_dart.cli.serve.find_spec", lambda name: None)
     assert main(["serve"]) == 2
     assert "install hf-dart[serve]" in capsys.readouterr().err
-
-
-def test_costs_are_those_of_a_head(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["profile", "--target", TARGET]) == 2
-    assert "name a head with --head." in capsys.readouterr().err
 
 
 def test_a_head_alone_brings_the_target_of_its_training(tmp_path: Path) -> None:

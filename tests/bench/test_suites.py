@@ -130,9 +130,12 @@ def test_what_is_no_suite_is_refused(line: str, message: str, tokenizer: Any, tm
         suites.open_suite(written(tmp_path / "mine.jsonl", line), tokenizer, 2)
 
 
-def test_a_benchmark_that_the_hub_has_not(tokenizer: Any) -> None:
+def test_text_that_has_to_be_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="name its file, as --suite spec-bench="):
         suites.open_suite("spec-bench", tokenizer, 2)
+    monkeypatch.setattr(suites, "find_spec", lambda name: None)  # pytest is not installed
+    with pytest.raises(UserError, match="name files with --text"):
+        suites.texts()
 
 
 def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,9 +175,3 @@ def test_an_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         file.write_text(json.dumps(ended if tokens == "4" else before))
         assert main([*words, tokens]) == 0
         assert len(asked) == calls
-
-
-def test_without_pytest_the_text_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suites, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="name files with --text"):
-        suites.texts()

@@ -21,9 +21,6 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "published: nothing that is known here" in told
     assert f"hf-dart train --target {tmp_path / 'llama'} --train_data" in told
-
-
-def test_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     T5Config(num_layers=2).save_pretrained(tmp_path)
     for folder, says in ((tmp_path, "is a t5, no causal language"), (tmp_path / "none", "Cannot read the config")):
         assert main(["info", str(folder)]) == 2

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.ngrams import VOCABULARY, by_hand, corpus, unpacked
+from support.ngrams import by_hand, unpacked
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -18,24 +18,6 @@ from hf_dart import NgramTable
 from hf_dart.cli import main
 from hf_dart.errors import UserError, as_user_error
 from hf_dart.hub.loading import PACKAGED_TARGET
-from hf_dart.trees.ngram.build import build, merge
-
-
-@pytest.fixture
-def table(tmp_path: Path) -> NgramTable:
-    return build(corpus(), tmp_path / "table", vocab_size=VOCABULARY)
-
-
-def test_files_that_cannot_be_meant(tmp_path: Path, table: NgramTable, capsys: pytest.CaptureFixture[str]) -> None:
-    path, content = str(table.path), table.path.read_bytes()
-    for words, message in (
-        (["merge", str(tmp_path), path], "is a folder"),
-        (["build", str(tmp_path), "--text", __file__], "is a folder"),
-    ):
-        assert main(["ngram", *words]) == 2
-        assert message in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [table.path]
-    assert merge([table.path], table.path).path.read_bytes() == content, "in place"
 
 
 def test_build_merge_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,6 +27,7 @@ def test_build_merge_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert re.search(r"built in \d+\.\d s: \d+ s per 10\^9 tokens", capsys.readouterr().out)
     assert main(["ngram", "build", second, "--text", *files[2:], "--order", "4"]) == 0
     assert main(["ngram", "merge", merged, first, second, "--min-counts", "1,2"]) == 0
+    assert main(["ngram", "merge", second, second]) == 0, "in place"
     assert main(["ngram", "info", merged, "--tokenizer", str(PACKAGED_TARGET)]) == 0
     shown = capsys.readouterr().out
     assert "counts from 1, 2, 2 on kept" in shown
@@ -70,6 +53,7 @@ def test_build_merge_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["info", "{}/none"], "There is no file"),
         (["info", __file__], "cannot be read as an n-gram table"),
         (["merge", "{}/t", "{}/none"], "There is no file"),
+        (["build", "{}", "--text", __file__], "is a folder"),
     ],
 )
 def test_one_sentence_for_what_is_wrong(
@@ -79,6 +63,7 @@ def test_one_sentence_for_what_is_wrong(
     shown = capsys.readouterr().err.strip().splitlines()[-1]
     assert shown.startswith("hf-dart: ")
     assert message in shown
+    assert not list(tmp_path.iterdir())
 
 
 def test_ids_of_16_bits_hold_no_large_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,6 @@ trained by the bound of a masked diffusion model (MDLM, arXiv 2406.07524), which
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from hf_dart.drafters.diffusion.drafter import MASK, DiffusionDrafter
 from hf_dart.errors import check_fields
 from hf_dart.training.objective.blocks import build_blocks, labels_after
 from hf_dart.training.objective.chunks import chunked
-from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy
+from hf_dart.training.objective.losses import NO_LABEL, cross_entropy
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
 from hf_dart.training.trainers.drafts import Drafts, Goals, places_and_labels
@@ -119,16 +118,18 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         return self.args.text_weight > 0 and not self.evaluates
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
-        inputs, hidden = drafts.inputs, drafts.hidden
+        inputs, labels = drafts.inputs, drafts.labels
         present = inputs["anchors"] >= 0
         times, masked = inputs["times"][present], inputs["slots"][present] == MASK
-        chunk = self.args.loss_chunk * self.drafter.draft_length
-        loss = revealed_loss(self.drafter.logits, hidden, drafts.labels, masked, times, chunk)
+        # `masked_cross_entropy` token by token: no logits of those that were shown, or that are not known.
+        learned = masked & (labels != NO_LABEL) & (times < 1)[:, None]
+        divisors = (times * self.drafter.draft_length)[:, None].expand_as(labels)
+        loss = self._cross_entropies(drafts.hidden, labels, divisors, learned)
         if self.reads_text:
-            loss = loss + len(hidden) * self.args.text_weight * self._text_loss(inputs, chunk)
+            loss = loss + len(labels) * self.args.text_weight * self._text_loss(inputs)
         return loss + super().draft_loss(drafts.of(times == 1))
 
-    def _text_loss(self, inputs: dict[str, Any], chunk_size: int) -> Tensor:
+    def _text_loss(self, inputs: dict[str, Any]) -> Tensor:
         """Return the mean cross-entropy of the predictions of the text's own entries: the first token of a draft."""
         ids, documents = inputs["input_ids"], inputs["documents"]
         rows = torch.arange(len(ids), device=ids.device)[:, None]
@@ -138,34 +139,16 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         if "loss_mask" in inputs:
             inside = inside & F.pad(inputs["loss_mask"][:, 2:], (0, 1), value=False)
         learned = inside & (labels != NO_LABEL) & (documents[:, :-1] >= 0)
+        return self._cross_entropies(inputs["text_states"], labels, learned.sum().expand_as(labels), learned)
 
-        def losses(hidden: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy(self.drafter.logits(hidden), labels)[:, 0]
+    def _cross_entropies(self, hidden: Tensor, labels: Tensor, divisors: Tensor, learned: Tensor) -> Tensor:
+        """Sum over the `learned` ones of tokens [n, m]; no more logits are held than those of `loss_chunk` blocks."""
 
-        tokens = inputs["text_states"][learned][:, None], labels[learned][:, None]
-        return chunked(losses, *tokens, chunk_size=chunk_size) / max(int(learned.sum()), 1)
+        def losses(hidden: Tensor, labels: Tensor, divisors: Tensor) -> Tensor:
+            return cross_entropy(self.drafter.logits(hidden), labels)[:, 0] / divisors
 
-
-def revealed_loss(
-    logits: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, masked: Tensor, times: Tensor, chunk_size: int
-) -> Tensor:
-    """Return the sum of `masked_cross_entropy` over the blocks of which a part of the tokens was shown.
-
-    Token by token, so that no logits are computed of those that were shown, or that are not known.
-
-    Args:
-        logits: hidden states [..., H] to logits [..., V].
-        hidden, labels, masked, times: [n, d, H], [n, d], [n, d] bool, [n].
-        chunk_size: tokens whose logits are held at a time; 0 holds all.
-    """
-    learned = masked & (labels != NO_LABEL) & (times < 1)[:, None]
-    tokens = hidden[learned][:, None], labels[learned][:, None], times[:, None].expand_as(labels)[learned]
-
-    def losses(hidden: Tensor, labels: Tensor, times: Tensor) -> Tensor:
-        everything = torch.ones_like(labels, dtype=torch.bool)
-        return masked_cross_entropy(logits(hidden), labels, everything, times) / masked.shape[1]
-
-    return chunked(losses, *tokens, chunk_size=chunk_size)
+        tokens = hidden[learned][:, None], labels[learned][:, None], divisors[learned]
+        return chunked(losses, *tokens, chunk_size=self.args.loss_chunk * self.drafter.draft_length)
 
 
 def draw_times(blocks: int, revealed_share: float, generator: torch.Generator) -> Tensor:
