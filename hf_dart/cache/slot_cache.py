@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -28,6 +28,16 @@ Zeros = Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]
 def outgrows(window: int, most: int | None) -> bool:
     """Return True if a text of `most` positions would outgrow a windowed store."""
     return most is None or most > window + SLACK + SPARE
+
+
+class Windowed(Protocol):
+    """Drafter that attends to the first `draft_sink` and the last `draft_window` entries; None: to all."""
+
+    draft_window: int | None
+    draft_sink: int
+
+    def turned_back(self, keys: Tensor, steps: int) -> Tensor:
+        """Keys [..., head_dim] of positions that many steps earlier."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,12 @@ class SlotStore:
     def release(self) -> None:
         """Free the buffers, and what they hold; they grow again when room is asked for."""
         self._grow(0)
+
+    def forget(self, row: int, first: int, gone: int, end: int, turned_back: Callable[[Tensor, int], Tensor]) -> None:
+        """Drop `gone` entries of a row from position `first` on; keys, every other buffer, of the rest are turned."""
+        left = self.storage[:, row, :, first + gone : end].clone()
+        left[::2] = turned_back(left[::2], gone)
+        self.storage[:, row, :, first : end - gone] = left
 
     # ---- entries ------------------------------------------------------------------------------------
 
@@ -240,6 +256,8 @@ class SlotCache:
         start: slot before which entries are committed, in the longest row; new ones of all rows are written from there.
         end: slots that are shown to new entries.
         places: [B, Q] slots of the new entries, where rows have places of their own; None writes them from `start` on.
+        reader: whose window bounds the entries, if it has one (`forget`); what is left is counted as if it were all.
+        dropped: [B] entries that were dropped for it, on the host.
     """
 
     def __init__(self, lengths: Tensor, capacity: int, most: int | None = None) -> None:
@@ -247,6 +265,8 @@ class SlotCache:
         self.capacity, self.most = capacity, most
         self.fixed = False
         self.places: Tensor | None = None
+        self.reader: Windowed | None = None
+        self.dropped = torch.zeros_like(self.counted)
         self._counts_on_host = True
         self.start = self.end = self.longest
         self.stores: list[SlotStore] = []
@@ -269,6 +289,7 @@ class SlotCache:
     def like(self, lengths: Tensor, capacity: int, zeros: Zeros | None = None) -> Self:
         """Make one with stores of the same shapes, without windows."""
         other = type(self)(lengths, capacity)
+        other.reader = self.reader
         for number, store in enumerate(self.stores):
             assert store.window is None
             shape = store.shape_for(len(lengths), capacity)
@@ -330,6 +351,27 @@ class SlotCache:
             for storage in (store.storage for store in self.stores)
         )
 
+    def bound(self, capacity: int) -> int:
+        """Return the most entries of a row that are kept of so many."""
+        reader = self.reader
+        return capacity if reader is None or reader.draft_window is None else min(capacity, _most(reader))
+
+    def forget(self, entries: int) -> None:
+        """Drop what the reader's window leaves out, where that is full, before `entries` new ones of each row.
+
+        Half a window is left, so that entries move seldom, and of rows that outgrow it alone.
+        """
+        reader = self.reader
+        if reader is None or reader.draft_window is None:
+            return
+        left = reader.draft_sink + max(min(reader.draft_window // 2, reader.draft_window - entries), 0)
+        gone = (self.counted - left).clamp(min=0) * (self.counted + entries > _most(reader))
+        for row in gone.nonzero().flatten().tolist():
+            for store in self.stores:
+                store.forget(row, reader.draft_sink, int(gone[row]), int(self.counted[row]), reader.turned_back)
+        self.dropped = self.dropped + gone
+        self.set_lengths(self.counted - gone)
+
     # ---- writing ------------------------------------------------------------------------------------
 
     def prepare(self, entries: int) -> None:
@@ -353,9 +395,10 @@ class SlotCache:
         Returns:
             Positions [B, Q]; the slots to write to, or the first of them where rows share them; the end of all slots.
         """
-        positions = self.lengths[:, None] + torch.arange(entries, device=self.lengths.device)
         if not self.fixed:
+            self.forget(max(entries, most))
             self.prepare(max(entries, most))
+        positions = self.lengths[:, None] + torch.arange(entries, device=self.lengths.device)
         return positions, positions if self.ragged else self.longest, self.end
 
     # ---- committed entries --------------------------------------------------------------------------
@@ -404,7 +447,9 @@ class SlotCache:
 
     def cut(self, lengths: Tensor) -> bool:
         """Drop what follows `lengths` [B]; change nothing and return False where a row has fewer entries."""
-        if bool((self.counted < lengths.cpu()).any()):
+        lengths = lengths.cpu() - self.dropped
+        first = 0 if self.reader is None else self.reader.draft_sink
+        if bool(((self.counted < lengths) | (self.dropped > 0) & (lengths < first)).any()):
             return False
         self.set_lengths(lengths)
         return True
@@ -420,8 +465,9 @@ class SlotCache:
     def take_rows(self, other: SlotCache, rows: Sequence[tuple[int, int]]) -> None:
         """Hold row `there` of another cache of the same layers in row `here`, for each pair (here, there)."""
         here, there = (list(part) for part in zip(*rows, strict=True))
-        counted = self.counted.clone()
+        counted, self.dropped = self.counted.clone(), self.dropped.clone()
         counted[here] = other.counted[there]
+        self.dropped[here] = other.dropped[there]
         self.set_lengths(counted)
         for mine, theirs in zip(self.stores, other.stores, strict=True):
             mine.take_rows(theirs, int(other.counted[there].max()), rows)
@@ -430,6 +476,7 @@ class SlotCache:
         """Hold so many rows: the first ones, and others of one entry each after them."""
         held = self.counted[:rows]
         self.set_lengths(torch.cat([held, held.new_ones(rows - len(held))]))
+        self.dropped = torch.cat([self.dropped[:rows], held.new_zeros(rows - len(held))])
         for store in self.stores:
             store.resize(rows)
 
@@ -437,3 +484,8 @@ class SlotCache:
         """Free all entries, which another cache holds until it hands them back (`take_rows`)."""
         for store in self.stores:
             store.release()
+
+
+def _most(reader: Windowed) -> int:
+    """Return the most entries that a reader with a window attends to."""
+    return reader.draft_sink + (reader.draft_window or 0)

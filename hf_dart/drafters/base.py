@@ -161,6 +161,21 @@ class Drafter(_Plain, ABC, Generic[State]):
             self._pace_records = {}
         return self._pace_records
 
+    @property
+    def draft_window(self) -> int | None:
+        """Number of last entries that it attends to, in addition to the first `draft_sink`; None for all of them."""
+        return None
+
+    @draft_window.setter
+    def draft_window(self, window: int | None) -> None:
+        if window is not None:
+            raise ValueError(f"A {type(self).__name__} has no window of its own; leave draft_window out.")
+
+    @property
+    def at_once(self) -> int:
+        """Positions that are taken in at once."""
+        return AT_ONCE if self.draft_window is None else min(AT_ONCE, self.draft_window // 2)
+
     @classmethod
     def from_pretrained(
         cls,
@@ -182,10 +197,10 @@ class Drafter(_Plain, ABC, Generic[State]):
                 up in the folder of the target's weights, if on this machine.
             ngram: a table of n-grams or its path, as `drafter.ngram = NgramTable.load(path)`.
             dtype: of its weights; the target's if left out, "auto" is that of the files.
-            options: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`. Of heads: `config`, in
-                place of the one in their files, with the same shapes; `base`, the path of the head that an adapter
-                belongs to, if it is another than in training. Of language models and multi-token prediction modules:
-                `draft_length` and `beam`.
+            options: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`. Of heads: `draft_window`
+                and `draft_sink`; `config`, in place of the one in their files, with the same shapes; `base`, the path
+                of the head that an adapter belongs to, if it is another than in training. Of language models and
+                multi-token prediction modules: `draft_length` and `beam`.
 
         Returns:
             The drafter in eval mode, for `generate(..., assistant=...)`.
@@ -196,7 +211,10 @@ class Drafter(_Plain, ABC, Generic[State]):
                 message says what differs.
             OSError: there are no such files, or the Hub does not give them.
         """
+        settings = {name: options.pop(name) for name in ("draft_window", "draft_sink") if name in options}
         drafter = cls._load(path, target, tokenizer, as_dtype(dtype), **options)
+        for name, value in settings.items():
+            setattr(drafter, name, value)
         if ngram is not None:
             drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
         return drafter
@@ -370,9 +388,9 @@ class Drafter(_Plain, ABC, Generic[State]):
 
     def read_ahead(self, state: State, seen: Verified) -> Verified:
         """Take in all but the last positions of a long text, whose masks would be large; returns those."""
-        if seen.next_tokens.shape[1] <= AT_ONCE:
+        if seen.next_tokens.shape[1] <= self.at_once:
             return seen
-        ahead, last = seen.split(AT_ONCE)
+        ahead, last = seen.split(self.at_once)
         self.extend(state, *ahead)
         return last
 

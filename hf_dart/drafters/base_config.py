@@ -39,6 +39,9 @@ class DrafterConfig(PreTrainedConfig):
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: of the
             drafter's layers.
         initializer_range: standard deviation of new weights.
+        draft_window: how many of the last entries the drafter attends to when it drafts, in addition to the first
+            `draft_sink`; positions are counted without those in between. None is all of the text.
+        draft_sink: how many of the first entries it attends to, whatever the window.
         tree: fields of the [`TreeConfig`] that suits this drafter best; what `drafter.tree_config` starts as.
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the drafter was made for.
@@ -53,8 +56,11 @@ class DrafterConfig(PreTrainedConfig):
         ValueError: a field is out of range; the message names the field and what it takes.
     """
 
-    changeable: ClassVar[tuple[str, ...]] = ("tree", "target_name")
+    changeable: ClassVar[tuple[str, ...]] = ("tree", "target_name", "draft_window", "draft_sink")
     """Fields that a trained drafter may be given other values of."""
+
+    windowed: ClassVar[bool] = True
+    """Drafters with this config may have a `draft_window`."""
 
     former_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that files of earlier versions have and this config has not."""
@@ -70,6 +76,8 @@ class DrafterConfig(PreTrainedConfig):
     intermediate_size: int = 768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    draft_window: int | None = None
+    draft_sink: int = 4
     tree: dict[str, Any] = dataclasses.field(default_factory=dict)
     initializer_range: float = 0.02
     vocab_size: int = 6144
@@ -101,6 +109,7 @@ class DrafterConfig(PreTrainedConfig):
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0.")
         if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
             raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
+        self.check_window(self.draft_window, self.draft_sink)
         for layer in self.feature_layers:
             if not 0 <= layer <= self.target_num_layers:
                 raise ValueError(
@@ -112,6 +121,19 @@ class DrafterConfig(PreTrainedConfig):
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
                 f"({self.num_key_value_heads})."
             )
+
+    def check_window(self, window: int | None, sink: int) -> None:
+        """Raise a `ValueError` if these are no `draft_window` and `draft_sink` of the drafter."""
+        if window is not None and not self.windowed:
+            raise ValueError("An assistant of Gemma 4 attends to its target's own text; leave draft_window out.")
+        least = 4 * (self.draft_length + 1)
+        if window is not None and window < least:
+            raise ValueError(
+                f"draft_window is {window}; give {least} or more, four times what a round of {self.draft_length} "
+                "drafted tokens writes, or None for all of the text."
+            )
+        if sink < 0:
+            raise ValueError(f"draft_sink is {sink}; give 0 or more.")
 
     @property
     def features_width(self) -> int:

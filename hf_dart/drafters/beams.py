@@ -63,6 +63,7 @@ class View:
     @classmethod
     def after(cls, state: SlotCache, entries: int) -> View:
         """Return the view of `entries` after the verified ones of a cache, each attending to all up to itself."""
+        state.forget(entries)
         lengths = state.lengths
         positions = lengths[:, None] + torch.arange(entries, device=lengths.device)
         slots = torch.arange(state.longest + entries, device=lengths.device)
@@ -106,7 +107,7 @@ class BeamDrafter(Drafter[State]):
     beam: int
 
     def extend(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        for part in Verified(features, next_tokens, counts).parts():
+        for part in Verified(features, next_tokens, counts).parts(self.at_once):
             self.read_last(state, *part)
 
     @abstractmethod

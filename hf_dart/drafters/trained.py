@@ -15,6 +15,7 @@ from hf_dart.drafters import hooks
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import check_compatible, unwrapped
 from hf_dart.drafters.cost import relative_cost, sizes
+from hf_dart.drafters.layers import rotate, rotation_at
 from hf_dart.drafters.registry import registered
 from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
@@ -167,13 +168,51 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         return self.device, self.dtype
 
     @property
+    def draft_window(self) -> int | None:
+        """Number of last entries that the network attends to, in addition to the first `draft_sink`; None for all."""
+        return self.config.draft_window
+
+    @draft_window.setter
+    def draft_window(self, window: int | None) -> None:
+        self.config.check_window(window, self.draft_sink)
+        self.config.draft_window = window
+
+    @property
+    def draft_sink(self) -> int:
+        """Number of first entries that it attends to, whatever its `draft_window`."""
+        return self.config.draft_sink
+
+    @draft_sink.setter
+    def draft_sink(self, sink: int) -> None:
+        self.config.check_window(self.draft_window, sink)
+        self.config.draft_sink = sink
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
+        return rotation_at(positions, self.config, self.dtype)
+
+    def turned_back(self, keys: Tensor, steps: int) -> Tensor:
+        """Keys [..., n, head_dim] of positions that many steps earlier."""
+        cos, sin = self.rotation(torch.tensor([[steps]], device=keys.device))
+        return rotate(keys, (cos, -sin)) / torch.hypot(cos, sin)  # which may be scaled
+
+    @property
     def cache_buffers(self) -> int:
         """Number of buffers that `begin` makes: keys and values of each layer."""
         return 2 * self.config.num_layers
 
     def begin(self, batch_size: int, capacity: int) -> SlotCache:
         spec = SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
-        return SlotCache.begin(spec, self.cache_buffers, batch_size, capacity + self.draft_length)
+        cache = SlotCache(torch.zeros(batch_size, dtype=torch.long, device=self.device), 0)
+        cache.reader = self
+        cache.capacity = cache.bound(capacity) + self.drafted_entries
+        cache.add(spec, self.cache_buffers)
+        return cache
+
+    @property
+    def drafted_entries(self) -> int:
+        """Entries of a row that a draft adds to the text's."""
+        return self.draft_length
 
     def passes(self, depth: int) -> int:
         """Return the number of passes of the network for a draft of `depth` tokens."""

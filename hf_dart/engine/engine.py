@@ -219,7 +219,7 @@ def signature(session: Session) -> tuple[Any, ...]:
     key: list[Any] = [identity(target), *_precision(), *map(id, modules)]  # changes if modules are replaced
     if drafts_on_fixed_shapes(session):
         head: Any = drafter
-        key += [id(head.draft_vocabulary)]
+        key += [id(head.draft_vocabulary), head.draft_window, head.draft_sink]
         made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
         key += [state_of(weight) for weight in made_of]
         modules += parts_of(head)

@@ -51,8 +51,8 @@ class Tier:
                 self._shift = torch.zeros_like(self._shift, device=request.model.device)
             self._draft_cache = None
             if drafts_on_fixed_shapes(session) and nodes > 1:
-                room = -(-(slots + self._most + MAX_DRAFT_LENGTH) // 8) * 8
                 state, zeros = session.drafter_state.state, capture.memory.of("head")
+                room = -(-(state.bound(slots) + self._most + MAX_DRAFT_LENGTH) // 8) * 8
                 self._draft_cache = state.as_fixed(batch, room, state.lengths.device, zeros)
         self.forwards: dict[int, CapturedForward] = {}
         self.drafts: dict[int, CapturedDraft] = {}
@@ -92,6 +92,7 @@ class Tier:
         if self._shift is not None:
             self._shift.copy_(session.verify.shift)
         if self._draft_cache is not None:
+            session.drafter_state.state.forget(0)  # the window may have become smaller
             self._draft_cache.take_rows(session.drafter_state.state, rows)
 
     def _verifier(self, like: Verifier, cache: TargetCache) -> Verifier:
@@ -160,8 +161,10 @@ class Tier:
         if seen.next_tokens.shape[1] > self._most:
             before, seen = seen.split(self._most)
             for part in before.parts(self._most):
+                state.forget(self._most)
                 drafter.extend(state, *part)
         depth = depth or drafter.draft_length
+        state.forget(self._most + depth)
         try:
             return self._draft(state, depth, features)(*seen)
         except Exception as failure:

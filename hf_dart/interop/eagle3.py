@@ -158,6 +158,7 @@ def read_published(
     }
     described |= _biases(layer, first, stored, path) | _rotation(layer, described["head_dim"])
     windows = read_windows(layer, described["num_layers"])
+    described["draft_window"] = layer.given("max_position_embeddings")  # beyond which it was not trained
     described["windows"] = [window or 0 for window in windows] if any(windows) else []
     layer.choice("hidden_act", ("silu",), "silu")
     for name, choices in _NESTED.items():

@@ -141,7 +141,7 @@ class DartHead(DartModel):
     fixed_shapes = True
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        for part in Verified(features, next_tokens, counts).parts():
+        for part in Verified(features, next_tokens, counts).parts(self.at_once):
             self._run(state, self._real_inputs(part.features, part.next_tokens), part.counts.to(self.device))
             state.advance(part.counts)
 

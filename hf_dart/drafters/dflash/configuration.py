@@ -53,5 +53,6 @@ class DFlashConfig(DrafterConfig):
             embedding_size=shape.hidden_size,
             feature_size=shape.hidden_size,
             vocab_size=config.vocab_size,
+            draft_window=shape.max_position_embeddings,  # beyond which it was not trained
             target_num_layers=depth,
         )

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.drafters.base import Proposal, pair_scores
+from hf_dart.drafters.base import Proposal, Verified, pair_scores
 from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.dflash.modeling import DFlashLayer, MarkovSelector, PairSelector
@@ -165,12 +165,13 @@ class DFlashDrafter(TrainedDrafter):
         return 2 * len(self.layers)
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        known = self.hidden_norm(self.fc(features.to(self.fc.weight)))
-        positions, slots, _ = state.following(features.shape[1])
-        rotation = self.rotation(positions)
-        for index, layer in enumerate(self.layers):
-            memory(state, index, slots, slice(0))(*layer.self_attn.keys_and_values(known, rotation))
-        state.advance(counts)
+        for part in Verified(features, next_tokens, counts).parts(self.at_once):
+            known = self.hidden_norm(self.fc(part.features.to(self.fc.weight)))
+            positions, slots, _ = state.following(known.shape[1])
+            rotation = self.rotation(positions)
+            for index, layer in enumerate(self.layers):
+                memory(state, index, slots, slice(0))(*layer.self_attn.keys_and_values(known, rotation))
+            state.advance(part.counts)
 
     def propose(
         self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None

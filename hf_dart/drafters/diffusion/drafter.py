@@ -162,7 +162,7 @@ class DiffusionDrafter(TrainedDrafter):
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         # Entries attend to a window only: in parts of its length, the cost of a prompt is linear in its length.
-        for part in Verified(features, next_tokens, counts).parts(self.config.context_window):
+        for part in Verified(features, next_tokens, counts).parts(min(self.config.context_window, self.at_once)):
             x = self.embed_text(part.next_tokens, part.features)
             # Only its keys and values are needed; computing one entry's output is cheap.
             self._run(state, x, wanted=counts.new_zeros(len(x), 1).to(x.device))

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.beams import BeamDrafter, View, last_of
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm, memory, rotation_at
+from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm, memory
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import TrainedDrafter
@@ -99,10 +99,6 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden states of the target [..., F] to features [..., H]; as they are where `fc` takes tokens too."""
         return features if self.config.joined else fuse(features, self.fusion_norm, self.fc)
-
-    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
-        return rotation_at(positions, self.config, self.dtype)
 
     def step(
         self,
@@ -183,8 +179,9 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
-    def begin(self, batch_size: int, capacity: int) -> SlotCache:
-        return super().begin(batch_size, capacity + self.beam * self.draft_length)
+    @property
+    def drafted_entries(self) -> int:
+        return (self.beam + 1) * self.draft_length
 
     def read_last(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         fused = self.fuse(features.to(device=self.device, dtype=self.dtype))

@@ -21,6 +21,7 @@ class Gemma4Config(DrafterConfig):
     """
 
     model_type = "dart_gemma4"
+    windowed = False
 
     published: dict[str, Any] = dataclasses.field(default_factory=dict)
     draft_length: int = 4
