@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from support.sentences import assert_command_says, refused
 
 from hf_dart import LookupDrafter
 from hf_dart.bench.pair import load_pair, target_of
@@ -44,14 +45,12 @@ def test_a_target_without_a_head_drafts_copied_text(capsys: pytest.CaptureFixtur
     assert "drafts accepted" in drafted.err
     assert main(["generate", *words, "--stock"]) == 0
     assert capsys.readouterr().out == drafted.out
-    assert main(["profile", "--target", TARGET]) == 2
-    assert "name a head with --head." in capsys.readouterr().err
+    assert_command_says(["profile", "--target", TARGET], "name a head with --head.", capsys)
 
 
 def test_a_server_without_its_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("hf_dart.cli.serve.find_spec", lambda name: None)
-    assert main(["serve"]) == 2
-    assert "install hf-dart[serve]" in capsys.readouterr().err
+    assert_command_says(["serve"], "install hf-dart[serve]", capsys)
 
 
 def test_a_head_alone_brings_the_target_of_its_training(tmp_path: Path) -> None:
@@ -69,5 +68,4 @@ def test_a_head_alone_brings_the_target_of_its_training(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", [None, {"target": "/nowhere"}, {"target": 3}])
 def test_a_target_that_is_not_known_is_asked_for(recipe: object, tmp_path: Path) -> None:
     head = trained(tmp_path / "head", recipe)
-    with pytest.raises(UserError, match=r"give --target, the model that it was made for\.$"):
-        target_of(head)
+    refused(lambda: target_of(head), UserError, r"give --target, the model that it was made for\.$")

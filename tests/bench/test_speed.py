@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.sentences import assert_command_says
 
 from hf_dart import DartHead, EagleDrafter
 from hf_dart.bench.baselines import ASSISTED, COMPILED, LOOKUP, STOCK
@@ -119,8 +120,7 @@ def test_tables_of_one_bench_and_of_two(
     assert shown.count("| +100% |") == len(found) - 1
     assert shown.rstrip().endswith("rows that only one of them has: 1")
     files[1].write_text("{}", encoding="utf8")
-    assert main(["bench", "compare", *map(str, files)]) == 2
-    assert "Give two files of hf-dart bench --json" in capsys.readouterr().err
+    assert_command_says(["bench", "compare", *map(str, files)], "Give two files of hf-dart bench --json", capsys)
 
 
 @pytest.mark.matrix

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from support.chats import chat_tokenizer
+from support.sentences import assert_command_says, refused
 from transformers import AutoTokenizer
 
 from hf_dart.bench import speed, suites
@@ -126,16 +127,13 @@ def test_whatever_datasets_reads_is_a_suite(name: str, tokenizer: Any, tmp_path:
     ],
 )
 def test_what_is_no_suite_is_refused(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        suites.open_suite(written(tmp_path / "mine.jsonl", line), tokenizer, 2)
+    refused(lambda: suites.open_suite(written(tmp_path / "mine.jsonl", line), tokenizer, 2), UserError, message)
 
 
 def test_text_that_has_to_be_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match="name its file, as --suite spec-bench="):
-        suites.open_suite("spec-bench", tokenizer, 2)
+    refused(lambda: suites.open_suite("spec-bench", tokenizer, 2), UserError, "name its file, as --suite spec-bench=")
     monkeypatch.setattr(suites, "find_spec", lambda name: None)  # pytest is not installed
-    with pytest.raises(UserError, match="name files with --text"):
-        suites.texts()
+    refused(lambda: suites.texts(), UserError, "name files with --text")
 
 
 def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,8 +143,7 @@ def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(words) == 0
     assert "story.txt" in capsys.readouterr().out
     text.write_text("x = 1\n", encoding="utf8")
-    assert main(words) == 2
-    assert "too short" in capsys.readouterr().err
+    assert_command_says(words, "too short", capsys)
 
 
 def test_an_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

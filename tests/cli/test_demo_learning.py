@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.sentences import refused
 
 from hf_dart.bench.pair import load_pair
 from hf_dart.cli import demo_learning
@@ -42,5 +43,4 @@ def test_fine_tuning_changes_the_weights_alone() -> None:
 def test_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(demo_learning.sysconfig, "get_path", lambda name: str(tmp_path))
     tokenizer: Any = None
-    with pytest.raises(UserError, match="not installed here"):
-        demo_learning.header_tokens(tokenizer)
+    refused(lambda: demo_learning.header_tokens(tokenizer), UserError, "not installed here")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from support.sentences import assert_command_says
 from transformers import LlamaConfig, T5Config
 
 from hf_dart.cli import main
@@ -23,5 +24,4 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"hf-dart train --target {tmp_path / 'llama'} --train_data" in told
     T5Config(num_layers=2).save_pretrained(tmp_path)
     for folder, says in ((tmp_path, "is a t5, no causal language"), (tmp_path / "none", "Cannot read the config")):
-        assert main(["info", str(folder)]) == 2
-        assert says in capsys.readouterr().err
+        assert_command_says(["info", str(folder)], says, capsys)

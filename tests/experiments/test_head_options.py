@@ -61,40 +61,6 @@ def test_an_option_begins_as_nothing_and_drafts_as_it_was_trained(name: str, opt
         torch.testing.assert_close(proposal.hidden[0], drafts[0, block])
 
 
-def test_convolutions_and_injection_are_those_of_the_reference(options: ModuleType) -> None:
-    head = tiny_head(tiny_target()).double()
-    layer, width = head.layers[-1], head.config.hidden_size
-    hidden, attended = torch.randn(2, 3, 4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-    adjacent = loud(options.Adjacent(width).double())
-    found = adjacent(hidden, attended, layer)
-    for block in range(3):
-        front = torch.zeros(width, dtype=torch.float64)
-        for place in range(4):
-            x = hidden[block, place] + attended[block, place]
-            own = adjacent.norm(x)
-            x = x + torch.sigmoid(adjacent.gate(torch.cat([own, front]))) * adjacent.value(front)
-            torch.testing.assert_close(found[block, place], x + layer.mlp(layer.mlp_norm(x)))
-            front = own
-
-    convolutions = loud(options.Convolutions(width).double())
-
-    def convolved(part: nn.Module, which: int, x: Tensor, given_by: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        for place in range(len(x)):
-            given = part.kernel_projection(given_by[place]).view(2, 2, -1)[which].repeat_interleave(16, dim=-1)
-            kernel = part.base_kernel[which] + given
-            out[place] = kernel[0] * x[place] + (kernel[1] * x[place - 1] if place else 0)
-        return out
-
-    found = convolutions(hidden, attended, layer)
-    for block in range(3):
-        x = hidden[block] + convolved(convolutions.attention, 0, attended[block], attended[block])
-        normed = layer.mlp_norm(x)
-        inner = layer.mlp(convolved(convolutions.mlp, 0, normed, normed))
-        torch.testing.assert_close(found[block], x + convolved(convolutions.mlp, 1, inner, normed))
-
-
 @pytest.mark.parametrize("corrects", [False, True])
 def test_in_a_tree_a_selector_adds_what_it_learnt_to_add(corrects: bool, options: ModuleType) -> None:
     """Along a path on which every token is its depth's one candidate, a tree's table is the sum that is trained."""

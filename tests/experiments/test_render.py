@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.scripts import experiment
+from support.sentences import refused
 
 from hf_dart.hub.loading import PACKAGED_HEAD
 
@@ -85,5 +86,4 @@ def test_render_writes_tables_cards_and_plots(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_table_without_an_end_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="has no end"):
-        RENDER.render_tables(BEGIN.format(file="bench.json") + "\n", tmp_path)
+    refused(lambda: RENDER.render_tables(BEGIN.format(file="bench.json") + "\n", tmp_path), ValueError, "has no end")

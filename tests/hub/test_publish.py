@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig
 from support import tiny_training as training
 from support.hub import Hub, card_of, log_in
-from support.sentences import assert_command_says
+from support.sentences import assert_command_says, refused
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
 
 from hf_dart import DartHead, load_drafter, load_once
@@ -75,16 +75,14 @@ def test_nobody_pushes_what_is_not_theirs(alice: Hub, head: DartHead, monkeypatc
     with pytest.raises(OSError, match=r"refused 'alice/head' with 403 .*take a token that may write there"):
         head.push_to_hub("alice/head")
     log_in(monkeypatch, None)
-    with pytest.raises(OSError, match=r"refused 'alice/new' with 401 .*hf auth login"):
-        head.push_to_hub("alice/new")
+    refused(lambda: head.push_to_hub("alice/new"), OSError, r"refused 'alice/new' with 401 .*hf auth login")
     assert len(alice.repositories["alice/head"].commits) == 2
 
 
 def test_nothing_is_committed_halfway(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     head.push_to_hub("alice/head")
     before = alice.repositories["alice/head"].refs["main"]
-    with pytest.raises(ValueError, match="cannot be read"):
-        head.push_to_hub("alice/new", bench="nowhere.json")
+    refused(lambda: head.push_to_hub("alice/new", bench="nowhere.json"), ValueError, "cannot be read")
     assert "alice/new" not in alice.repositories
     alice.failing.add("POST /api/models/alice/head/commit")
     with pytest.raises(OSError, match=r"with 500 \(.*out of order.*\); try again later"):
@@ -97,8 +95,7 @@ def test_nothing_is_committed_halfway(alice: Hub, head: DartHead, monkeypatch: p
         raise LocalEntryNotFoundError("the connection broke")
 
     monkeypatch.setattr(HfApi, "hf_hub_download", broken)  # of the card that is there
-    with pytest.raises(OSError, match="cannot be reached"):
-        head.push_to_hub("alice/head", license="mit")
+    refused(lambda: head.push_to_hub("alice/head", license="mit"), OSError, "cannot be reached")
     assert alice.repositories["alice/head"].refs["main"] == before
 
 
@@ -126,8 +123,7 @@ def test_a_card_that_changes_meanwhile_is_not_lost(alice: Hub, head: DartHead, m
         write_repository(*args)
 
     monkeypatch.setattr("hf_dart.hub.publish.write_repository", meanwhile)
-    with pytest.raises(OSError, match=r"412 .*changed meanwhile, push again"):
-        head.push_to_hub("alice/head", license="mit")
+    refused(lambda: head.push_to_hub("alice/head", license="mit"), OSError, r"412 .*changed meanwhile, push again")
     assert card_of(alice) == "# Mine"
 
 
@@ -158,8 +154,7 @@ def test_an_adapter_of_a_local_head_is_not_pushed(alice: Hub, head: DartHead, ta
     adapted = DartHead.from_pretrained(str(tmp_path / "head"), target=target)
     adapted.add_adapter(LoraConfig(r=2))
     adapted.save_pretrained(tmp_path / "adapter")
-    with pytest.raises(ValueError, match="push that head too"):
-        push_folder(tmp_path / "adapter", "alice/adapter")
+    refused(lambda: push_folder(tmp_path / "adapter", "alice/adapter"), ValueError, "push that head too")
     assert "alice/adapter" not in alice.repositories
     file = tmp_path / "adapter" / "adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "alice/head"}))
@@ -197,8 +192,7 @@ def test_a_dry_run_writes_what_would_be_pushed(
     written = {str(file.relative_to(dry)): file.read_bytes() for file in dry.rglob("*") if file.is_file()}
     assert written == {name: content for name, content in pushed.items() if name != ".gitattributes"}
     for taken in (dry, dry / "README.md"):
-        assert main([*words, "--dry-run", str(taken)]) == 2
-        assert "is there already; give an empty folder" in capsys.readouterr().err
+        assert_command_says([*words, "--dry-run", str(taken)], "is there already; give an empty folder", capsys)
     assert (dry / "README.md").read_bytes() == written["README.md"]
 
 
@@ -219,5 +213,4 @@ def test_a_hub_that_is_not_there(hub: Hub, head: DartHead, monkeypatch: pytest.M
     with pytest.raises(OSError, match=r"cannot be reached at http://127.0.0.1:9 .*; try again"):
         head.push_to_hub("alice/head", token="hf_alice")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(OSError, match="HF_HUB_OFFLINE is set; unset it"):
-        head.push_to_hub("alice/head", token="hf_alice")
+    refused(lambda: head.push_to_hub("alice/head", token="hf_alice"), OSError, "HF_HUB_OFFLINE is set; unset it")

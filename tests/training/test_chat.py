@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.chats import CONVERSATION, MARKED, OTHER_PROMPT, PLAIN, THINKING, chat_tokenizer
+from support.sentences import refused
 from support.tiny_training import VOCABULARY, tiny_head, tiny_target, trainer_on, write_json_lines
 from torch import Tensor
 
@@ -59,15 +60,13 @@ def test_a_template_that_drops_thoughts_gives_a_document_for_each_turn(enable_th
 def test_messages_of_other_kinds_are_understood_or_refused() -> None:
     with pytest.raises(ValueError, match=r"mark them in the template with \{% generation %\}"):
         ChatFormat(chat_tokenizer(OTHER_PROMPT)).encode(CONVERSATION)
-    with pytest.raises(ValueError, match="has no chat template; give one with chat_template"):
-        ChatFormat(chat_tokenizer(None))
+    refused(lambda: ChatFormat(chat_tokenizer(None)), ValueError, "has no chat template; give one with chat_template")
     picky = "{% if messages[0].role != 'user' %}{{ raise_exception('Users speak first') }}{% endif %}" + PLAIN
     with pytest.raises(ValueError, match=r"roles system, user \(Users speak first\); leave such"):
         ChatFormat(chat_tokenizer(), picky).encode(CONVERSATION)
 
 
-    with pytest.raises(ValueError, match=r"has the fields .*'speaker'"):
-        as_messages([{"speaker": "a", "content": "b"}])
+    refused(lambda: as_messages([{"speaker": "a", "content": "b"}]), ValueError, r"has the fields .*'speaker'")
     turns = [{"from": "human", "value": "Hi.", "role": None}, {"from": "gpt", "value": "Hello."}]
     assert as_messages(turns) == [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
     tokenizer = chat_tokenizer()

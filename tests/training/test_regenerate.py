@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.chats import CONVERSATION, PLAIN, chat_tokenizer
+from support.sentences import assert_command_says, refused
 from support.tiny_training import largest_file, tiny_head, tiny_target, write_json_lines
 
 from hf_dart.cli import main
@@ -186,11 +188,9 @@ def test_sampling_reads_and_refuses() -> None:
         ("1 temperature=1e-320", "give 0, or 1e-06 or more"),
         ("1 temperature=nan", "temperature is nan"),
     ):
-        with pytest.raises(ValueError, match=match):
-            Sampling.parse(text)
+        refused(partial(Sampling.parse, text), ValueError, match)
     for wrong in ({"prefix": (0, 5)}, {"prefix": (9, 5)}, {"prefix": (5, 2048)}, {"new_tokens": 0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            RegenerateSettings(**wrong)  # type: ignore[arg-type]
+        refused(partial(RegenerateSettings, **wrong), ValueError, next(iter(wrong)))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +218,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["--text-field", "body"], "has no field 'body', only 'text'"),
         (["--length", "8"], "prefix is 4 to 8 tokens, of rows of length 8; give two numbers from 1 to 7, the smaller"),
     ):
-        assert main([*words, *wrong]) == 2
-        assert said in capsys.readouterr().err
+        assert_command_says([*words, *wrong], said, capsys)
     for wrong_shard in ("3/2", "0/2", "1", "x/2"):
         with pytest.raises(SystemExit):
             main([*words, "--shard", wrong_shard])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.chats import chat_tokenizer
+from support.sentences import refused
 from support.tiny_training import write_json_lines, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
 
@@ -153,26 +155,25 @@ def test_token_ids_know_which_the_target_wrote(tmp_path: Path, tokenizer: Any) -
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, tokenizer: Any, streaming: bool) -> None:
-    def refused(source: str, match: str, **fields: Any) -> None:
-        with pytest.raises(ValueError, match=match) as caught:
-            load_rows(arguments_for(tmp_path, source, streaming=streaming, **fields), tokenizer, DRAFT)
-        assert "\n" not in str(caught.value)
+    def cannot(source: str, match: str, **fields: Any) -> None:
+        arguments = arguments_for(tmp_path, source, streaming=streaming, **fields)
+        refused(lambda: load_rows(arguments, tokenizer, DRAFT), ValueError, match)
 
     def lines(*rows: dict[str, Any]) -> str:
         return write_json_lines(tmp_path / f"{next(numbers)}.jsonl", rows)
 
     numbers = count()
-    refused(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; fix the path")
-    refused(str(tmp_path / "*.none"), "files of one ending, of .*, and names none; fix it")
-    refused("someone/nothing", "The dataset 'someone/nothing' cannot be read")
-    refused(lines({"body": "x"}), "has no field .*'text', only 'body'; name the one .* text_field")
-    refused(lines({"text": "x" * 99}), "has no field 'body', only 'text'", text_field="body")
-    refused(lines({"text": ["x"]}), "holds list, not text")
-    refused(lines({"messages": "hello"}), "no messages|no chat template")
-    refused(lines({"text": ""}), "holds nothing to train on: its documents are empty, shorter than the 5 tokens")
-    refused(lines({"input_ids": [5, 99999, 7, 8, 9, 10, 11]}), "99999, .* as 'input_ids' .* this tokenizer's 6144")
-    refused(lines({"input_ids": list(range(20)), "prompt_tokens": 20}), "or have no reply of an assistant so long")
-    refused(lines({"text": TEXTS[3]}), "or have no reply .* so long", max_length=3)
+    cannot(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; fix the path")
+    cannot(str(tmp_path / "*.none"), "files of one ending, of .*, and names none; fix it")
+    cannot("someone/nothing", "The dataset 'someone/nothing' cannot be read")
+    cannot(lines({"body": "x"}), "has no field .*'text', only 'body'; name the one .* text_field")
+    cannot(lines({"text": "x" * 99}), "has no field 'body', only 'text'", text_field="body")
+    cannot(lines({"text": ["x"]}), "holds list, not text")
+    cannot(lines({"messages": "hello"}), "no messages|no chat template")
+    cannot(lines({"text": ""}), "holds nothing to train on: its documents are empty, shorter than the 5 tokens")
+    cannot(lines({"input_ids": [5, 99999, 7, 8, 9, 10, 11]}), "99999, .* as 'input_ids' .* this tokenizer's 6144")
+    cannot(lines({"input_ids": list(range(20)), "prompt_tokens": 20}), "or have no reply of an assistant so long")
+    cannot(lines({"text": TEXTS[3]}), "or have no reply .* so long", max_length=3)
 
     for name, content, match in (
         ("empty.jsonl", b"", "empty.jsonl is empty; give a source"),
@@ -184,9 +185,9 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
         ("table.csv", b"a,b\n", "names '.csv'"),
     ):
         (tmp_path / name).write_bytes(content)
-        refused(str(tmp_path / name), match)
+        cannot(str(tmp_path / name), match)
     (tmp_path / "nothing").mkdir()
-    refused(str(tmp_path / "nothing"), "names none")
+    cannot(str(tmp_path / "nothing"), "names none")
 
 
 def test_another_tokenizer_than_the_heads_and_arguments_out_of_range(tmp_path: Path, tokenizer: Any) -> None:
@@ -198,8 +199,7 @@ def test_another_tokenizer_than_the_heads_and_arguments_out_of_range(tmp_path: P
     with pytest.raises(ValueError, match="The tokenizer is not the one that the head was made with"):
         load_rows(arguments_for(tmp_path, source), tokenizer, DRAFT, config)
     for wrong in ({"train_data": []}, {"train_on": "user"}, {"max_length": 1}, {"shares": [0.5, 0.5]}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            DataArguments(**{"train_data": ["a.jsonl"], **wrong})  # type: ignore[arg-type]
+        refused(partial(DataArguments, **{"train_data": ["a.jsonl"], **wrong}), ValueError, next(iter(wrong)))
 
 
 def test_packed_tokens_are_the_rows_of_the_packer() -> None:
