@@ -25,7 +25,6 @@ def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool 
     Args:
         prompts: token ids, two prompts or more.
         settings: their `prompt_tokens`, `new_tokens` and `seed` are used.
-        quiet: show no progress on standard error.
 
     Returns:
         For JSON. settings: as they were used; passed: whether no drafted run differs at more than a near-tie and each

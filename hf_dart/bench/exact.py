@@ -28,14 +28,10 @@ LOW_PRECISION_ULPS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """One call of `generate` after seeding, and what came of it.
-
-    Attributes:
-        model, inputs, options, seed: the call; inputs are `input_ids` and `attention_mask` [B, P].
-    """
+    """One call of `generate` after seeding, and what came of it."""
 
     model: PreTrainedModel
-    inputs: dict[str, Tensor]
+    inputs: dict[str, Tensor]  # `input_ids` and `attention_mask` [B, P]
     options: dict[str, Any]
     seed: int
     sequences: Tensor  # [B, P + T]
@@ -105,11 +101,7 @@ class Difference:
 
 
 def compare(stock: Run, other: Run, found: list[Difference | None] | None = None) -> Verdict:
-    """Compare a run with stock's, token for token and in the state of the generator.
-
-    Args:
-        found: their `differences`, if they are known.
-    """
+    """Compare a run with stock's, the generator included; by their `differences`, if those are `found` already."""
     found = differences(stock, other) if found is None else found
     ties = sum(one is not None and one.near_tie for one in found)
     apart = sum(one is not None for one in found) - ties

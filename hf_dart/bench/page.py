@@ -128,11 +128,7 @@ class View:
 def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
     """Return the round of each of a row's generated tokens (from 0; -1 for the prefill), and whether it was drafted.
 
-    The prefill gives the first token; all tokens of a round but the last (the bonus token) were drafted.
-
-    Args:
-        tokens: how many the row has.
-        committed: tokens per round.
+    The prefill gives the first token; of those `committed` in a round all but the last (the bonus token) were drafted.
     """
     found = [(-1, False)]
     for number, count in enumerate(committed):
@@ -141,11 +137,7 @@ def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
 
 
 def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[str]:
-    """Return the text that each token adds; a character of several tokens comes with the last of them.
-
-    Args:
-        before: the last ids in front of `tokens`.
-    """
+    """Return the text that each token adds to that `before` it; a character of several comes with the last of them."""
     found = []
     shown = tokenizer.decode(before) if before else ""
     for count in range(1, len(tokens) + 1):

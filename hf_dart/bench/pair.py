@@ -111,13 +111,7 @@ def shown_name(path: str, part: str = "head") -> str:
 
 
 def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -> Any:
-    """Load a head for a target and attach it; errors as for `load_pair`.
-
-    Args:
-        path: folder or Hub id, or `PACKAGED`.
-        model, tokenizer: the target.
-        dtype: of the head; None is the target's, "auto" as it was saved.
-    """
+    """Load a head for a target as `load_pair` does; `dtype` None is the target's, "auto" as the head was saved."""
     from hf_dart.decoding.load_drafter import load_drafter
 
     path = str(PACKAGED_HEAD) if path == PACKAGED else path

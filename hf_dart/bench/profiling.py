@@ -55,9 +55,7 @@ def measure(
         depth: of the drafts, which cost autoregressive heads a pass each; None is what the head's own trees have.
         context: tokens of a random prompt.
         rounds: how many are timed at a time, or fewer where trees bring more tokens.
-        repeats: of everything.
         sizes: of trees, rising from 1; two or more.
-        quiet: show no progress on standard error.
     """
     head, levels = pair.head, takes_levels(pair.model)
     vocabulary = pair.model.get_input_embeddings().num_embeddings

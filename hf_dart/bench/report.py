@@ -21,11 +21,7 @@ from hf_dart.models.tokenizers import template_hash
 
 
 def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) -> dict[str, Any]:
-    """All that a figure of a pair depends on: versions, hardware, dtype, template, text, settings, the head's trees.
-
-    Args:
-        settings: a dataclass.
-    """
+    """All that a figure of a pair depends on: versions, hardware, dtype, template, text, settings, the head's trees."""
     template = getattr(pair.tokenizer, "chat_template", None)
     return {
         "date": date.today().isoformat(),
@@ -54,11 +50,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def results(measurements: list[Measurement], **case: Any) -> list[dict[str, Any]]:
-    """One entry per measurement; ratios are to stock of the same mode, batch and repeat.
-
-    Args:
-        case: `text`, `dtype`, `prompt_tokens`: what these were measured on, since a report may have several.
-    """
+    """One entry per measurement of a `case` (`text`, `dtype`, `prompt_tokens`); ratios are to stock's repeats."""
     stock = {(one.batch, one.mode): one for one in measurements if one.method == STOCK}
     return [{**case, **_result(one, stock[one.batch, one.mode])} for one in measurements]
 

@@ -33,24 +33,16 @@ _WARMUP_TOKENS = 16
 class Settings:
     """Sizes of a measurement.
 
-    Args:
-        prompts: how many.
-        prompt_tokens: most tokens of a prompt.
-        new_tokens: generated per prompt.
-        repeats: how often everything is run.
-        batches: batch sizes; prompts that fill no batch are left out. None given: those of 1 and 4 that prompts fill.
-        seed: of the sampled runs.
-
     Raises:
         ValueError: a batch is larger than the number of prompts.
     """
 
     prompts: int = 8
-    prompt_tokens: int = 96
-    new_tokens: int = 128
+    prompt_tokens: int = 96  # of the longest
+    new_tokens: int = 128  # for each prompt
     repeats: int = 5
-    batches: tuple[int, ...] = ()
-    seed: int = 0
+    batches: tuple[int, ...] = ()  # prompts that fill none are left out; by default, sizes of 1 and 4 that are filled
+    seed: int = 0  # of the sampled runs
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -61,11 +53,7 @@ class Settings:
 
 @dataclass
 class Measurement:
-    """One method in one mode at one batch size.
-
-    Attributes:
-        differences: from stock, row by row; empty without a verdict.
-    """
+    """One method in one mode at one batch size."""
 
     batch: int
     mode: str
@@ -73,7 +61,7 @@ class Measurement:
     verdict: Verdict | None  # comparison with stock, over all repeats; None where another text is as good
     ours: bool  # whether it is a drafter of ours, whose text has to be stock's
     runs: list[list[Run]] = field(default_factory=list)  # by repeat, one of each batch
-    differences: list[Difference | None] = field(default_factory=list)
+    differences: list[Difference | None] = field(default_factory=list)  # from stock, row by row, beside a verdict
     peak: int = 0  # bytes allocated on a CUDA device, the highest of all its calls; 0 elsewhere
 
     @property
@@ -117,13 +105,8 @@ def measure(
 ) -> list[Measurement]:
     """Run all methods on all prompts, `settings.repeats` times, and compare what they wrote.
 
-    Within each repeat the methods take turns prompt by prompt (`in_turn`).
-
-    Args:
-        prompts: token ids.
-        methods: options of `generate` by name, such as `baselines.methods` gives; stock's own is always measured.
-        modes: options of all of them by name.
-        quiet: show no progress on standard error.
+    Methods (such as `baselines.methods` gives) and modes are options of `generate` by name; stock's own is always
+    measured. Within each repeat the methods take turns prompt by prompt (`in_turn`).
     """
     drafting: dict[str, dict[str, Any]] = {STOCK: {}, **methods}
     measurements = []

@@ -162,8 +162,7 @@ def _encode(messages: list[dict[str, Any]], tokenizer: Any, flags: dict[str, Any
 def texts(files: list[Path] | None = None) -> tuple[str, list[Path]]:
     """Return the name of the text of a measurement, and its files.
 
-    Args:
-        files: None stands for the source of the installed pytest, which the packaged pair has never seen.
+    By default, it is the source of the installed pytest, which the packaged pair has never seen.
 
     Raises:
         UserError: pytest is not installed.

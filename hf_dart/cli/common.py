@@ -104,11 +104,7 @@ def say(line: str) -> None:
 
 
 def load(arguments: argparse.Namespace) -> Pair:
-    """Load target, head and n-gram table that the command line names, on so many threads as it says.
-
-    Raises:
-        UserError: one of them cannot be loaded.
-    """
+    """Load target, head and n-gram table that the command line names, on so many threads as it says."""
     set_threads(arguments.threads)
     options = loading_options(arguments)
     target = arguments.target or target_of(arguments.head)

@@ -58,15 +58,7 @@ def demo(
     prompts: tuple[str, ...] = PROMPTS,
     show: Callable[[str], object] = print,
 ) -> bool:
-    """Run the demo and print it with `show`, line by line.
-
-    Args:
-        new_tokens: generated per prompt and run.
-        color: use ANSI colours.
-
-    Returns:
-        Whether every drafted output was stock's, token for token, and sampling left the generator alike.
-    """
+    """Run the demo and print it with `show`, line by line; return True if every drafted output was stock's."""
     from hf_dart.bench import report, speed
     from hf_dart.hub.tables import OURS, Verdict, aligned, as_table
 

@@ -24,14 +24,7 @@ _ROWS, _NEW = 8, 64  # texts that are written at a time, and tokens of each
 
 
 def demo(pair: Pair, show: Callable[[str], object] = print) -> bool:
-    """Run the demo and print it with `show`, line by line.
-
-    Returns:
-        Whether the text that the head drafts in the end is stock's.
-
-    Raises:
-        UserError: there are no texts to fine-tune on.
-    """
+    """Run the demo and print it with `show`, line by line; return True if the text drafted in the end is stock's."""
     from hf_dart import Learner, TreeConfig, attach
     from hf_dart.bench import speed
     from hf_dart.hub.tables import OURS, Verdict
@@ -80,11 +73,7 @@ def served(pair: Pair, prompts: list[list[int]], seed: int = 0, new_tokens: int 
 
 
 def header_tokens(tokenizer: Any, length: int = 128) -> list[list[int]]:
-    """Pieces of the C++ headers of PyTorch, of so many tokens, each of another file, in an order of their own.
-
-    Raises:
-        UserError: this PyTorch comes without headers.
-    """
+    """Pieces of the C++ headers of PyTorch, of so many tokens, each of another file, in an order of their own."""
     files = sorted(Path(sysconfig.get_path("purelib"), "torch", "include").rglob("*.h"))
     random.Random(0).shuffle(files)
     texts = (file.read_text(encoding="utf8", errors="replace")[:8000] for file in files[:800])

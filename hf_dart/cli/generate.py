@@ -85,15 +85,7 @@ def _view(arguments: argparse.Namespace) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """Load the pair and encode the prompt.
-
-    Returns:
-        The pair; `input_ids` and `attention_mask` [1, P] on the target's device; options of `generate`, in which
-        what was not asked for is as the target's own generation_config says.
-
-    Raises:
-        UserError: options contradict each other, or the prompt is empty or no text.
-    """
+    """Return the pair, the encoded prompt, and the options of `generate` that were asked for."""
     if arguments.thinking is not None and not arguments.chat:
         raise UserError("--thinking is for chat templates; add --chat.")
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens}

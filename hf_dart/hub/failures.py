@@ -34,12 +34,7 @@ _REMEDIES = {
 def hub_errors(
     repository: str, *, token: str | bool | None = None, revision: str | None = None, **others: Any
 ) -> Iterator[None]:
-    """Errors of the Hub inside become an OSError with one sentence; others pass.
-
-    Args:
-        repository: what is read or written.
-        token, revision, others: what it is read or written with; the others are of no matter here.
-    """
+    """Errors of the Hub inside become an OSError with one sentence on the repository that is asked; others pass."""
     try:
         yield
     except (OSError, EntryNotFoundError, httpx.TransportError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_dart.errors import UserError, head_inside, missing_folder, sentence
+from hf_dart.errors import UserError, as_user_error, head_inside, missing_folder
 
 PACKAGED = "packaged"
 """The name by which `--target` and `--head` take the pair that comes with the package, which is the default."""
@@ -29,10 +29,8 @@ def load_tokenizer(name: str | None = None, **options: Any) -> Any:
     path = target_path(name)
     if missing_folder(path):
         raise UserError(f"There is no folder {path!r}; give the tokenizer as a folder or a Hub id.")
-    try:
+    with as_user_error(Exception, about=f"Cannot load the tokenizer of {path!r}"):  # as in load_target
         tokenizer = AutoTokenizer.from_pretrained(path, **options)
-    except Exception as error:  # as in load_target
-        raise UserError(f"Cannot load the tokenizer of {path!r}: {sentence(error)}") from error
     if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # made up by transformers, without files
         raise UserError(f"{path!r} holds no tokenizer; save the model's own there with tokenizer.save_pretrained.")
     return tokenizer
@@ -68,10 +66,9 @@ def load_target(
     if device_map is not None:
         options["device_map"] = device_map
     revision = {"revision": options["revision"]} if "revision" in options and tokenizer is None else {}
-    try:
+    # Whatever transformers, safetensors and tokenizers raise of damaged files.
+    with as_user_error(Exception, about=f"Cannot load the target {path!r}"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
-    except Exception as error:  # whatever transformers, safetensors and tokenizers raise of damaged files
-        raise UserError(f"Cannot load the target {path!r}: {sentence(error)}") from error
     return model, load_tokenizer(tokenizer or path, **revision)
 
 

@@ -25,11 +25,7 @@ class LoraArguments:
 
 
 def apply_lora(head: TrainedDrafter, arguments: LoraArguments) -> TrainedDrafter:
-    """Put LoRA on a head as `arguments` say; without a rank the head stays as it is.
-
-    Raises:
-        ValueError: an argument is out of range, or the head takes no adapter (`DartHead.add_adapter`).
-    """
+    """Put LoRA on a head as `arguments` say; without a rank the head stays as it is."""
     rank = arguments.lora_rank
     if rank is None:
         return head

@@ -104,11 +104,7 @@ def _evaluation(trainer: DrafterTrainer[Any]) -> dict[str, float]:
 
 
 def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
-    """Return the checkpoint to resume from: the one `asked` for, the newest of "true", none of None or "false".
-
-    Raises:
-        ValueError: there is no such checkpoint, or something would be overwritten.
-    """
+    """Return the checkpoint to resume from: the one `asked` for, the newest of "true", none of None or "false"."""
     folder = Path(output_dir)
     if asked is None or asked.lower() == "false":
         others = (path.name for path in folder.glob("*") if not path.name.startswith(PREFIX_CHECKPOINT_DIR))

@@ -53,11 +53,7 @@ def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> A
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Rendering of conversations as text, and of text as token ids.
-
-    Raises:
-        ValueError: there is no template.
-    """
+    """Rendering of conversations as text, and of text as token ids."""
 
     tokenizer: Any  # a fast one
     template: str | None = None  # instead of the tokenizer's own

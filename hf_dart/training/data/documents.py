@@ -61,13 +61,9 @@ def open_source(
     names: Sequence[str], *, split: str = "train", eos: int | None = None, streaming: bool = False,
     cache_dir: str | None = None,
 ) -> Source:  # fmt: skip
-    """Open a file, a folder with files of one ending, a pattern, or a dataset of the Hub.
+    """Open several files, or one path, pattern or NAME[:CONFIG[:SPLIT]] of the Hub, as `group_files` gives them.
 
-    Args:
-        names: as `group_files` gives them: several files, or one path, pattern or NAME[:CONFIG[:SPLIT]].
-        split: of a Hub dataset whose name gives none.
-        eos: the token that ends each document of a .bin file.
-        streaming, cache_dir: as for `datasets.load_dataset`.
+    Each document of a .bin file ends with the token `eos`; all other options are those of `datasets.load_dataset`.
 
     Raises:
         ValueError: there is no such source, it is not what its ending says, or it is empty.

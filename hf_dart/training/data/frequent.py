@@ -10,12 +10,7 @@ from torch import Tensor
 
 
 def token_counts(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
-    """Count the tokens [V] of `rows` that may be drafted: no padding, and none outside of a `loss_mask`.
-
-    Args:
-        rows: as those of `training.PackedTokens`; `documents` may be missing where rows are not padded.
-        vocab_size: V of the target.
-    """
+    """Count the tokens [V] of rows as `training.PackedTokens` has them: no padding, none outside of a `loss_mask`."""
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for row in rows:
         ids = torch.as_tensor(row["input_ids"])

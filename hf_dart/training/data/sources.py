@@ -78,7 +78,7 @@ class DataArguments:
 def load_rows(
     arguments: DataArguments, tokenizer: Any, draft_length: int, config: DartConfig | None = None
 ) -> tuple[Any, Any | None]:
-    """Rows for [`DartTrainer`]: `input_ids`, `documents` and `loss_mask` [T], as `datasets.Dataset`s.
+    """Training rows, and evaluation rows or None: `input_ids`, `documents`, `loss_mask` [T] as `datasets.Dataset`s.
 
     Documents are tokenized and packed once and kept in the cache of `datasets`, or with `streaming` on the fly:
     training rows are then a `datasets.IterableDataset` without an end, in an order that depends on the arguments only.
@@ -89,9 +89,6 @@ def load_rows(
         draft_length: d.
         config: of the head to be trained. Its vocabulary is compared with the tokenizer's; where conversations are
             read, their chat template's hash and thinking flag are written into it.
-
-    Returns:
-        Training rows, and evaluation rows or None.
 
     Raises:
         ValueError: a source cannot be read, holds nothing to train on, or does not fit the tokenizer.

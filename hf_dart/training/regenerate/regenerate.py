@@ -65,11 +65,7 @@ def _conversations(documents: Any, encoder: Encoder) -> Iterator[tuple[list[Mess
 
 
 def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write down how the text in a folder is made, or check that it was made so.
-
-    Args:
-        settings: all that the text and its files depend on.
-        about: what else is worth knowing: versions, the head.
+    """Write down how the text in a folder is made (and `about` it: versions, the head), or check that it was made so.
 
     Raises:
         ValueError: the folder was begun with other settings, or nothing says with which.
@@ -121,8 +117,6 @@ def regenerate(
 
     Args:
         sources, folder: as `open_sources` gives them and `begin` leaves it.
-        model, settings: what writes, and what is written.
-        head: drafts for it; None drafts nothing. The text is the same.
         shard: its number i, from 1 on, and n. The shards of a folder, or of several, together hold the rows of (1, 1).
         seats: rows that are written at a time.
         rows: of all shards together, the first so many; None for all.

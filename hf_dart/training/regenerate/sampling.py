@@ -10,11 +10,7 @@ from hf_dart.errors import LEAST_TEMPERATURE, check_fields, refuse_unknown
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options with which a target continues a text.
-
-    Raises:
-        ValueError: a field is out of range.
-    """
+    """Options with which a target continues a text."""
 
     share: float = 1.0  # of the rows, relative to the others of a mixture
     temperature: float = 0.0  # 0 is greedy

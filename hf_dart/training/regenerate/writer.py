@@ -18,11 +18,7 @@ from hf_dart.training.regenerate.sampling import Sampling
 
 @dataclass(frozen=True)
 class RegenerateSettings:
-    """Settings of `regenerate`: how long and how random the new text is.
-
-    Raises:
-        ValueError: a field is out of range.
-    """
+    """Settings of `regenerate`: how long and how random the new text is."""
 
     length: int = 2048  # tokens of a piece of text, prefix included; longer conversations get no more replies
     new_tokens: int = 1024  # the most of a reply
@@ -126,11 +122,7 @@ def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
 
 
 def as_message(tokenizer: Any, ends: set[int], prompt: list[int], ids: list[int]) -> Message:
-    """Return the message that the target wrote after a prompt.
-
-    Raises:
-        ValueError: special tokens divide it, and the tokenizer does not say into what.
-    """
+    """Return the message that the target wrote after a prompt."""
     special = {*tokenizer.all_special_ids} - {tokenizer.pad_token_id}
     inside = [token for token in ids[: len(ids) - (ids[-1] in ends)] if token in special]
     if not inside:

@@ -22,14 +22,7 @@ _CERTAIN = 1e4  # a logit next to which all others vanish
 
 
 class DartTrainer(DrafterTrainer[DartHead]):
-    """Trainer of a [`DartHead`], which learns to draft for its target.
-
-    Args:
-        head, target, args, kwargs: as for [`DrafterTrainer`]; `args` are [`DartTrainingArguments`].
-
-    Raises:
-        ValueError: the head does not fit the target, or what `args` ask for could not be trained or saved.
-    """
+    """Trainer of a [`DartHead`], which learns to draft for its target; arguments and errors as [`DrafterTrainer`]'s."""
 
     drafter_arguments: ClassVar[tuple[type, ...]] = (HeadArguments, LoraArguments)
     training_arguments = DartTrainingArguments

@@ -42,14 +42,8 @@ class EditTrainingArguments(DartTrainingArguments):
 class EditTrainer(DartTrainer):
     """Trainer of a [`DartHead`] together with its editor, or of the editor alone.
 
-    Metrics of an evaluation also have `tau_edited`, that of greedy drafts after the edit pass.
-
-    Args:
-        head: it is given an editor if it has none (`DartHead.add_editor`).
-        target, args, kwargs: as for [`DartTrainer`].
-
-    Raises:
-        ValueError: the head takes no editor, or one that would not be saved.
+    A head without an editor is given one (`DartHead.add_editor`). Metrics of an evaluation also have `tau_edited`, that
+    of greedy drafts after the edit pass. Arguments and errors are those of [`DartTrainer`].
     """
 
     true_share = 0.5

@@ -149,8 +149,8 @@ class DecodingCallback(TrainerCallback):
 
     Args:
         trainer: the `DrafterTrainer` that the callback is added to.
-        prompts: token ids [T] of each prompt.
-        max_new_tokens: per prompt.
+        prompts: token ids [T] of each.
+        max_new_tokens: for each.
         tree_config: of the draft trees; None is the drafter's own. Without a number of nodes drafting may pause, and
             the figure then depends on the machine.
     """
