@@ -71,7 +71,7 @@ class PaceRecord:
         gains: running means of the tokens that drafts and copies bring: weighted by rows, and to the slowest row.
     """
 
-    chances: Array  # [d] estimated chance that a draft is right up to each depth, where the copied text is not
+    chances: Array  # [d] estimated chance that a drafted tree is right up to each depth, where copies alone are not
     counts: Array  # [d] drafts that each of them was computed from, those that the prior counts for included
     correction: Array  # [N] measured cost of verifying 1 to N nodes per row, divided by its estimate
     timed: Array  # [N] rounds that were measured, fewer the longer ago they are
@@ -123,6 +123,7 @@ class Pace:
         self._seconds = 0.0  # of a round that costs 1
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copies] = ()
+        self._alone = 0  # copied nodes that a round without a draft would verify
         self._records, self._kind = records, (kind, depth, len(self._filled))
         known = None if records is None else records.get(self._kind)
         if known is not None:
@@ -192,7 +193,7 @@ class Pace:
         chooses = self._chooses and not record.left
         if not (chooses or due):
             return self.ever_drafts and not self._chooses, copies
-        nodes, tokens, self._copies_cost = best_size(copies, weights, self.cost(drafted=False))
+        self._alone, tokens, self._copies_cost = best_size(copies, weights, self.cost(drafted=False))
         self._copies, likely = copies, tokens >= 1 + _LIKELY
         if due and not likely:
             return False, [NOTHING] * len(copies)
@@ -200,10 +201,12 @@ class Pace:
             return not self._chooses, copies
         cost = self._cost_of_drafting()
         rows = zip(weights, copies, deepest, strict=True)
-        added = sum(weight * self._expected(one, nodes, most) for weight, one, most in rows if weight)
-        # A trial has at least one round.
-        drafted = added >= cost * tokens / self._copies_cost or not (record.rounds or likely)
-        if not (drafted or likely) and record.chances.sum() < cost:  # drafts pay in no other rounds, either
+        added = sum(weight * self._expected(one, most) for weight, one, most in rows if weight)
+        # The first drafts of a process take longer than others.
+        unknown = "draft_cost" in self._timed and len(record.draft_costs) < _TIMED_DRAFTS
+        trial = (unknown or not record.rounds) and not likely
+        drafted = trial or added >= cost * tokens / self._copies_cost
+        if not (drafted or likely) and sum(weights) * record.chances.sum() < cost:  # drafts pay in no other rounds
             record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
             record.pauses += 1
         return drafted, copies
@@ -249,7 +252,7 @@ class Pace:
             return
         rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
         for row, weight in enumerate(weights):
-            right = self._copies[row].accepted(tokens[row])
+            right = self._copies[row].accepted(tokens[row], self._alone)
             if weight and right is not None:
                 most = min(self._depth, limits[row] - 1)
                 self._learn(weight * rows, right, emitted[row] - 1, most)
@@ -287,18 +290,11 @@ class Pace:
         """Cost of a draft and its nodes, above that of copies alone."""
         return self._cost_of_looks() + max(self._record.added, 0.0)
 
-    def _expected(self, copies: Copies, verified: int, deepest: int) -> float:
-        """Tokens that a draft is expected to add to one row.
-
-        Args:
-            copies: in the row; its tree holds them as deep as the draft goes.
-            verified: nodes of them that are verified without a draft, too.
-            deepest: deepest node of the tree.
-        """
+    def _expected(self, copies: Copies, deepest: int) -> float:
+        """Tokens that a draft is expected to add to one row, whose tree is at most `deepest` deep."""
         depth = min(max(deepest, 0), self._depth)
-        right = copies.right(depth)
-        added = (1 - right) * self._record.chances[:depth] + right - copies.right(depth, verified)
-        return float(added.sum())
+        missed = 1 - copies.right(depth, self._alone)
+        return float((missed * self._record.chances[:depth]).sum())
 
     def _learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:
         """Learn what was accepted from a row of a drafted round.

@@ -84,14 +84,15 @@ class Copies:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def right(self, depth: int, nodes: int | None = None) -> Array:
-        """[`depth`] chance that the text is on a path of the first `nodes` nodes (None: of all) at each depth."""
+    def right(self, depth: int, nodes: int) -> Array:
+        """[`depth`] chance that the text is on a path of the first `nodes` nodes at each depth."""
         chances = np.exp(self.totals[:nodes])
         return np.bincount(np.array(self.depths[:nodes], np.int64), chances, depth + 1)[1 : depth + 1]
 
-    def accepted(self, came: Sequence[int]) -> int | None:
-        """Return how many of the tokens that came lie on a path of the tree; None if all do."""
-        children = {place: node for node, place in enumerate(zip(self.parents, self.tokens, strict=True))}
+    def accepted(self, came: Sequence[int], nodes: int) -> int | None:
+        """Return how many of the tokens that came lie on a path of the first `nodes` nodes; None if all do."""
+        places = zip(self.parents[:nodes], self.tokens[:nodes], strict=True)
+        children = {place: node for node, place in enumerate(places)}
         above = -1
         for place, token in enumerate(came):
             if (above, token) not in children:

@@ -114,14 +114,39 @@ def test_what_drafts_add_to_copies() -> None:
     for depth in range(1, DEPTH + 1):
         wrong = copied[late] < depth
         assert chances[depth - 1] == pytest.approx((drafted[late][wrong] >= depth).mean(), abs=0.2)
-    copy = chain_of([7] * 3, log(0.5))
-    assert pace._expected(NOTHING, 0, DEPTH) == pytest.approx(chances.sum())
-    assert pace._expected(NOTHING, 0, 2) == pytest.approx(chances[:2].sum())
-    assert pace._expected(NOTHING, 0, -1) == 0
-    q = chances
-    assert pace._expected(copy, 3, DEPTH) == pytest.approx(0.5 * q[0] + 0.75 * q[1] + 0.875 * q[2] + q[3])
-    unverified = pace._expected(copy, 1, DEPTH) - pace._expected(copy, 3, DEPTH)
-    assert unverified == pytest.approx(0.25 + 0.125), "what is not verified alone comes with a draft"
+    assert pace._expected(NOTHING, DEPTH) == pytest.approx(chances.sum())
+    assert pace._expected(NOTHING, 2) == pytest.approx(chances[:2].sum())
+    assert pace._expected(NOTHING, -1) == 0
+    copy, q = chain_of([7] * 3, log(0.5)), chances
+    pace._alone = 3
+    assert pace._expected(copy, DEPTH) == pytest.approx(0.5 * q[0] + 0.75 * q[1] + 0.875 * q[2] + q[3])
+    pace._alone = 1
+    assert pace._expected(copy, DEPTH) == pytest.approx(0.5 * q[0] + q[1:].sum()), "the others are not worth their cost"
+
+
+def test_drafts_are_judged_by_what_copies_alone_would_not_verify() -> None:
+    """Copies that are right, though too unlikely to be verified without a draft, count as a draft's."""
+    counted = []
+    for chance in (0.9, 0.1):
+        pace = pace_of(TreeConfig(draft_cost=0.1, node_cost=0.3))
+        pace.choose([chain_of([7] * 3, log(chance))], [1.0], [DEPTH])
+        before = pace._record.chances.copy()
+        pace.count(True, [[7, 7, 5]], [9], 4, DEPTH, {})
+        counted.append((pace._record.chances != before).tolist())
+    assert counted == [[False, False, True, True], [True] * 4]
+
+
+def test_costs_of_drafts_are_known_before_a_trial_ends() -> None:
+    """The first drafts of a process take longer than later ones."""
+    pace, spent = pace_of(TreeConfig(), timed=("draft_cost", "node_cost")), dict.fromkeys(("draft", "verify"), 0.0)
+    drafted = 0
+    for _ in range(40):
+        chosen, _ = pace.choose([NOTHING], [1.0], [DEPTH])
+        spent["verify"] += 1.0
+        spent["draft"] += (9.0 if drafted < 4 else 0.2) * chosen
+        drafted += chosen
+        pace.count(chosen, [[7] * (4 if chosen else 1)], [9], 5 if chosen else 1, DEPTH if chosen else 0, spent)
+    assert drafted > 30
 
 
 def test_weights_of_rows() -> None:

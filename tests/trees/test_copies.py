@@ -250,7 +250,8 @@ def test_the_size_that_brings_most() -> None:
 
 def test_what_came_of_a_tree() -> None:
     tree = copies.Copies([4, 5, 6], [-1, -1, 1], [1, 1, 2], [-0.5, -1.0, -2.0])
-    assert [tree.accepted(came) for came in ([5, 6, 1], [5, 6], [4, 6], [7], [])] == [2, None, 1, 0, None]
-    assert tree.right(3).tolist() == pytest.approx([exp(-0.5) + exp(-1), exp(-2), 0])
+    assert [tree.accepted(came, 3) for came in ([5, 6, 1], [5, 6], [4, 6], [7], [])] == [2, None, 1, 0, None]
+    assert [tree.accepted([5, 6], nodes) for nodes in (0, 1, 2)] == [0, 0, 1]
+    assert tree.right(3, 3).tolist() == pytest.approx([exp(-0.5) + exp(-1), exp(-2), 0])
     assert tree.right(2, 1).tolist() == pytest.approx([exp(-0.5), 0])
     assert chain_of([], -1.0) == NOTHING
