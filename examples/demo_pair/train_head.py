@@ -70,6 +70,7 @@ def main() -> None:
             num_layers=arguments.layers,
             draft_length=arguments.draft_length,
             target_name=arguments.target_name,
+            draft_window=arguments.length - 1,
         )
     data = DataArguments(
         train_data=[str(arguments.corpus), str(arguments.regenerated)],

@@ -122,15 +122,19 @@ class DrafterConfig(PreTrainedConfig):
                 f"({self.num_key_value_heads})."
             )
 
+    @property
+    def least_window(self) -> int:
+        """The smallest `draft_window`."""
+        return 4 * (self.draft_length + 1)
+
     def check_window(self, window: int | None, sink: int) -> None:
         """Raise a `ValueError` if these are no `draft_window` and `draft_sink` of the drafter."""
         if window is not None and not self.windowed:
             raise ValueError("An assistant of Gemma 4 attends to its target's own text; leave draft_window out.")
-        least = 4 * (self.draft_length + 1)
-        if window is not None and window < least:
+        if window is not None and window < self.least_window:
             raise ValueError(
-                f"draft_window is {window}; give {least} or more, four times what a round of {self.draft_length} "
-                "drafted tokens writes, or None for all of the text."
+                f"draft_window is {window}; give {self.least_window} or more, four times what a round of "
+                f"{self.draft_length} drafted tokens writes, or None for all of the text."
             )
         if sink < 0:
             raise ValueError(f"draft_sink is {sink}; give 0 or more.")

@@ -54,6 +54,8 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
     if recipe.head.head is None:
         revision = recipe.target.target_revision or constants.DEFAULT_REVISION
         head.config.target_revision = cached_commit(recipe.target.target, revision)
+        length = recipe.data.max_length
+        head.draft_window = length if length >= head.config.least_window else None
     with args.main_process_first(desc="preparing the data"):
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
     size = recipe.head.config().get("draft_vocab_size")

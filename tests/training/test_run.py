@@ -75,7 +75,7 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
     head = DartHead.from_pretrained(str(run / "final"), target=target, tokenizer=tokenizer)
     assert (head.draft_length, head.feature_layers, head.tree_config) == (3, [2, 8], TreeConfig(nodes=8))
-    assert head.config.draft_vocab_size == 20
+    assert (head.config.draft_vocab_size, head.draft_window) == (20, 48)  # the length of a row
     assert tokenizer.eos_token_id in head.draft_vocabulary
     untrained = DartHead.from_target(target, draft_length=3, feature_layers=[2, 8])
     assert not torch.equal(head.fc.weight, untrained.fc.weight)
