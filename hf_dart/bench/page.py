@@ -48,10 +48,7 @@ class View:
         """
         stats = getattr(output, "draft_stats", None)
         if stats is None or stats.trace is None:
-            raise ValueError(
-                "There is no trace to show; call generate(..., assistant=drafter, trace=True, "
-                "return_dict_in_generate=True) and give what it returns."
-            )
+            raise ValueError("There is no trace; give what generate(trace=True, return_dict_in_generate=True) returns.")
         sequences = output.sequences
         if not 0 <= row < len(sequences):
             raise ValueError(f"row is {row}; give one of 0..{len(sequences) - 1}.")

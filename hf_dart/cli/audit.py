@@ -12,15 +12,10 @@ _PROMPTS, _PROMPT_TOKENS = 8, 96
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "audit",
-        parents=[common.pair_options()],
-        help="drafted against stock, prompt by prompt: the first differences, in ulp",
-    )
+    about = "drafted against stock, prompt by prompt: the first differences, in ulp"
+    parser = commands.add_parser("audit", parents=[common.pair_options()], help=about)
     parser.add_argument("prompts", nargs="*", help="texts to continue (default: 8 from the installed pytest's source)")
-    parser.add_argument(
-        "--new-tokens", type=common.positive, default=64, help="new tokens per prompt and run (default: %(default)s)"
-    )
+    parser.add_argument("--new-tokens", type=common.positive, default=64, help="of each prompt and run (default: 64)")
     parser.add_argument("--seed", type=common.seed, default=0, help="seed of the sampled runs (default: %(default)s)")
     common.json_option(parser)
     parser.set_defaults(command=_run)

@@ -19,9 +19,8 @@ _PROMPT_TOKENS, _SMOKE_TOKENS = 96, 24
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "bench", parents=[common.pair_options()], help="speed against stock, in one interleaved run"
-    )
+    about = "speed against stock, in one interleaved run"
+    parser = commands.add_parser("bench", parents=[common.pair_options()], help=about)
     texts = parser.add_mutually_exclusive_group()
     common.text_option(texts)
     texts.add_argument(
@@ -32,27 +31,18 @@ def add(commands: Any) -> None:
         "code, chat, math or summarisation, which are packaged; a .jsonl file, or a data set",
     )
     parser.add_argument("--prompts", type=common.positive, help="prompts of each suite and category (default: 8)")
-    parser.add_argument(
-        "--prompt-tokens",
-        type=common.positive,
-        metavar="LENGTH",
-        help="tokens of the longest prompt; those from files have 2/3 of it or more (default: 96; suites: as they are)",
-    )
+    longest = "tokens of the longest prompt; those from files have 2/3 of it or more (default: 96; suites: as they are)"
+    parser.add_argument("--prompt-tokens", type=common.positive, metavar="LENGTH", help=longest)
     parser.add_argument("--new-tokens", type=common.positive, help="new tokens per prompt (default: 128)")
     parser.add_argument("--repeats", type=common.positive, help="repeats of the run (default: 5)")
     batches = "default: 1,4, as far as --prompts fills them"
     parser.add_argument("--batch", dest="batches", type=common.sizes, metavar="SIZES", help=batches)
     parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help=f"of {','.join(_MODES)} (default: all)")
-    parser.add_argument(
-        "--rivals",
-        type=_of(_METHODS),
-        metavar="METHODS",
-        help=f"of {','.join(_METHODS)}, or all (default: lookup,tree; suites: copies, too)",
-    )
+    rivals = f"of {','.join(_METHODS)}, or all (default: lookup,tree; suites: copies, too)"
+    parser.add_argument("--rivals", type=_of(_METHODS), metavar="METHODS", help=rivals)
     parser.add_argument("--assistant-model", metavar="PATH", help="also stock's assisted decoding with this small LM")
-    parser.add_argument(
-        "--drafter", dest="drafters", action="append", default=[], metavar="PATH", help="also this drafter; repeatable"
-    )
+    drafter = {"dest": "drafters", "action": "append", "default": [], "metavar": "PATH"}
+    parser.add_argument("--drafter", **drafter, help="also this drafter; repeatable")
     common.json_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
@@ -74,17 +64,14 @@ def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _add_serve(commands: Any) -> None:
-    parser = commands.add_parser(
-        "serve", parents=[common.pair_options()], help="hf-dart serve and transformers serve, with so many clients"
-    )
+    about = "hf-dart serve and transformers serve, with so many clients"
+    parser = commands.add_parser("serve", parents=[common.pair_options()], help=about)
     common.text_option(parser)
     parser.add_argument("--clients", type=common.sizes, metavar="COUNTS", help="default: 1,4,8,16")
     parser.add_argument("--requests", type=common.positive, help="of each client (default: 2)")
     parser.add_argument("--new-tokens", type=common.positive, help="of each answer (default: 64)")
     parser.add_argument("--prompts", type=common.positive, default=8, help="that clients send (default: %(default)s)")
-    parser.add_argument(
-        "--prompt-tokens", type=common.positive, default=96, metavar="LENGTH", help="of the longest (default: 96)"
-    )
+    parser.add_argument("--prompt-tokens", type=common.positive, default=96, help="of the longest (default: 96)")
     parser.add_argument("--temperature", type=common.temperature, help="of all requests (default: 0, greedy)")
     parser.add_argument("--seats", type=common.positive, default=16, help="of hf-dart serve (default: %(default)s)")
     parser.add_argument("--ours-alone", action="store_true", help="leave transformers' server out")

@@ -46,9 +46,7 @@ def sizes(text: str) -> tuple[int, ...]:
 def pair_options() -> argparse.ArgumentParser:
     """Make a parent parser: which target and head, and how they run."""
     pair = argparse.ArgumentParser(add_help=False, parents=[target_options()])
-    pair.add_argument(
-        "--head", help="a folder or a Hub id (default: the packaged target's, and copied text for others)"
-    )
+    pair.add_argument("--head", help="a folder or a Hub id (default: the packaged target's; else copied text)")
     pair.add_argument("--ngram", type=Path, metavar="FILE", help="n-gram table of the target's tokenizer")
     return pair
 
@@ -66,21 +64,15 @@ def placing_options() -> argparse.ArgumentParser:
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
     target.add_argument("--attn-implementation", metavar="NAME", help="attention of the target, as for from_pretrained")
-    target.add_argument(
-        "--quantization",
-        type=json.loads,
-        metavar="JSON",
-        help='of the target: fields of a quantization config of transformers, such as {"load_in_4bit": true}',
-    )
+    fields = 'of the target: fields of a quantization config of transformers, such as {"load_in_4bit": true}'
+    target.add_argument("--quantization", type=json.loads, metavar="JSON", help=fields)
     target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
     return target
 
 
 def text_option(parser: argparse._ActionsContainer) -> None:
     """Add the option for files that prompts or rows are cut from, for `bench.suites.texts`."""
-    parser.add_argument(
-        "--text", type=Path, nargs="+", metavar="FILE", help="default: the source of the installed pytest"
-    )
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="default: the installed pytest's source")
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:

@@ -17,12 +17,8 @@ def add(commands: Any) -> None:
     parser = commands.add_parser("convert", help="published heads and n-grams into our formats; heads for vLLM")
     parser.add_argument("source", help="a head (folder or Hub id); for --to ngram a .trie file")
     parser.add_argument("out", type=Path, help="the folder or file to write; there must be none yet")
-    parser.add_argument(
-        "--to",
-        required=True,
-        choices=("dart", "vllm", "ngram"),
-        help="dart: our format, of every kind of head; vllm: that of speculators (P-EAGLE); ngram: our n-gram table",
-    )
+    formats = "dart: our format, of every kind of head; vllm: that of speculators (P-EAGLE); ngram: our n-gram table"
+    parser.add_argument("--to", required=True, choices=("dart", "vllm", "ngram"), help=formats)
     parser.add_argument("--target", help="the target of a head: a folder or a Hub id (default: the packaged one)")
     parser.add_argument("--dtype", choices=DTYPES, help="dtype to write (default: as the head was saved)")
     parser.add_argument("--verifier", metavar="ID", help="for --to vllm: where it finds the target (default: --target)")

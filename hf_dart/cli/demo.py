@@ -29,12 +29,9 @@ _THREADS = 4  # at most: more slow down a target as small as the packaged one
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("demo", help="a tour on the packaged pair, offline")
-    parser.add_argument(
-        "--new-tokens", type=common.positive, default=96, help="new tokens per prompt and run (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--learn", action="store_true", help="fine-tune the target, and let the head learn from what it drafts"
-    )
+    parser.add_argument("--new-tokens", type=common.positive, default=96, help="of each prompt and run (default: 96)")
+    learn = "fine-tune the target, and let the head learn from what it drafts"
+    parser.add_argument("--learn", action="store_true", help=learn)
     parser.set_defaults(command=_run)
 
 

@@ -10,11 +10,8 @@ from hf_dart.cli import common
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "doctor",
-        parents=[common.placing_options()],
-        help="check versions, hardware, a target and its drafter, each with its remedy; what would gain most here",
-    )
+    about = "check versions, hardware, a target and its drafter, each with its remedy; what would gain most here"
+    parser = commands.add_parser("doctor", parents=[common.placing_options()], help=about)
     parser.add_argument("target", metavar="MODEL", nargs="?", help="a folder or a Hub id (default: packaged)")
     parser.add_argument("head", metavar="DRAFTER", nargs="?", help="likewise (default: copied text, or packaged)")
     parser.add_argument("--new-tokens", type=common.positive, default=48, help="of each of ten prompts (default: 48)")

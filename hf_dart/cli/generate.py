@@ -20,9 +20,7 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=_generate)
 
     parser = commands.add_parser("view", parents=options, help="a page that shows every token, tree and phase")
-    parser.add_argument(
-        "--output", type=Path, default=Path("view.html"), metavar="FILE", help="the page (default: %(default)s)"
-    )
+    parser.add_argument("--output", type=Path, default=Path("view.html"), metavar="FILE", help="default: view.html")
     parser.set_defaults(command=_view)
 
 
@@ -30,16 +28,12 @@ def _prompt_options() -> argparse.ArgumentParser:
     prompt = argparse.ArgumentParser(add_help=False)
     prompt.add_argument("prompt", help="the text to continue")
     prompt.add_argument("--max-new-tokens", type=common.positive, default=256, help="default: %(default)s")
-    prompt.add_argument(
-        "--temperature", type=common.temperature, help="0 is greedy (default: the target's generation_config)"
-    )
+    default = "0 is greedy (default: the target's generation_config)"
+    prompt.add_argument("--temperature", type=common.temperature, help=default)
     prompt.add_argument("--seed", type=common.seed, default=0, help="default: %(default)s")
     prompt.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
-    prompt.add_argument(
-        "--thinking",
-        action=argparse.BooleanOptionalAction,
-        help="passed to the chat template (default: as in the conversations that the head was trained on)",
-    )
+    thinking = "passed to the chat template (default: as in the conversations that the head was trained on)"
+    prompt.add_argument("--thinking", action=argparse.BooleanOptionalAction, help=thinking)
     return prompt
 
 

@@ -45,13 +45,8 @@ def add(commands: Any) -> None:
 
 
 def _add_min_counts(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--min-counts",
-        type=sizes,
-        default=(),
-        metavar="COUNTS",
-        help="leave out n-grams that occur less often: for bigrams, trigrams, ..., such as 1,2 (default: keep all)",
-    )
+    fewest = "leave out n-grams that occur less often: for bigrams, trigrams, ..., such as 1,2 (default: keep all)"
+    parser.add_argument("--min-counts", type=sizes, default=(), metavar="COUNTS", help=fewest)
 
 
 def _build(arguments: argparse.Namespace) -> int:
@@ -125,8 +120,6 @@ def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
 
     source = open_source([arguments.dataset], streaming=True)
     if arguments.column not in source.columns:
-        raise UserError(
-            f"The data set {arguments.dataset!r} has no column {arguments.column!r} but {', '.join(source.columns)}; "
-            "name one of them with --column."
-        )
+        name, known = arguments.dataset, ", ".join(source.columns)
+        raise UserError(f"{name!r} has no column {arguments.column!r} but {known}; name one with --column.")
     return source.documents

@@ -12,12 +12,10 @@ from hf_dart.errors import UserError
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "profile", parents=[common.pair_options()], help="measure the costs of drafting, by which trees are sized"
-    )
-    parser.add_argument(
-        "--save", action="store_true", help="write the costs into the config.json of the head's folder (--head)"
-    )
+    about = "measure the costs of drafting, by which trees are sized"
+    parser = commands.add_parser("profile", parents=[common.pair_options()], help=about)
+    save = "write the costs into the config.json of the head's folder (--head)"
+    parser.add_argument("--save", action="store_true", help=save)
     parser.set_defaults(command=_run)
 
 

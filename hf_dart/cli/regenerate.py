@@ -20,13 +20,9 @@ _EVERY = 10.0  # seconds between lines that say how far it is
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "regenerate",
-        parents=[common.target_options()],
-        help="a data set in the target's own words, to train heads on",
-        description="Assistants' messages are written again, other text is continued from its beginnings. Interrupted, "
-        "the same command goes on where it stopped.",
-    )
+    about = "a data set in the target's own words, to train heads on"
+    parser = commands.add_parser("regenerate", parents=[common.target_options()], help=about)
+    parser.description = "Assistants' messages are written again, other text is continued; interrupted, it goes on."
     data = parser.add_argument_group("data")
     data.add_argument("data", nargs="+", help="files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub")
     data.add_argument("--text-field", metavar="NAME", help="the field that holds the text (default: text)")
@@ -40,32 +36,21 @@ def add(commands: Any) -> None:
     writing.add_argument("--head", help="a draft head for the target: the same text, sooner")
     way = writing.add_mutually_exclusive_group()
     way.add_argument("--temperature", type=common.temperature, default=0.0, help="0, the default, is greedy")
-    way.add_argument(
-        "--mixture",
-        nargs="+",
-        metavar="WAY",
-        help="one way to sample or several, drawn for every row by their shares: '0.4 temperature=1 top_p=0.9' '0.6'; "
-        "also top_k=, min_p= and repetition_penalty=",
-    )
+    mixture = "ways to sample, drawn for each row by their shares: '0.4 temperature=1 top_p=0.9' '0.6'; also top_k=, "
+    way.add_argument("--mixture", nargs="+", metavar="WAY", help=mixture + "min_p= and repetition_penalty=")
     positive = common.positive
     writing.add_argument("--length", type=positive, default=2048, help="tokens of a row (default: %(default)s)")
     writing.add_argument("--new-tokens", type=positive, default=1024, help="tokens of a reply, at most (default: 1024)")
-    writing.add_argument(
-        "--prefix", type=positive, nargs=2, default=(32, 128), metavar=("LEAST", "MOST"), help="of text: tokens kept"
-    )
+    prefix = {"type": positive, "nargs": 2, "default": (32, 128), "metavar": ("LEAST", "MOST")}
+    writing.add_argument("--prefix", **prefix, help="of text: tokens kept")
     writing.add_argument("--seed", type=common.seed, default=0, help="of all that is drawn (default: %(default)s)")
 
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write, for train_data")
     parser.add_argument("--batch-size", type=positive, default=32, help="rows at a time (default: %(default)s)")
     parser.add_argument("--rows", type=positive, help="write the first so many alone (default: all)")
     parser.add_argument("--minutes", type=float, default=inf, help="begin no row after that")
-    parser.add_argument(
-        "--shard",
-        type=shard,
-        metavar="I/N",
-        help="write part I of N of the rows, 1/N to N/N; all parts together are what one process writes (default: all, "
-        "or under `accelerate launch` that of the process)",
-    )
+    part = "write part I of N of the rows, 1/N to N/N (default: all, or under `accelerate launch` that of the process)"
+    parser.add_argument("--shard", type=shard, metavar="I/N", help=part)
     parser.set_defaults(command=_run)
 
 

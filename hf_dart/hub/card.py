@@ -52,10 +52,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
     try:
         written = f"{BEGIN}\n\n{_body(facts)}\n\n{END}"
     except UNREADABLE as error:
-        raise ValueError(
-            f"The bench or the training record is not what hf-dart bench and the trainer write ({error!r}); make them "
-            "again."
-        ) from error
+        raise ValueError(f"The bench or the training record is damaged ({error!r}); make them again.") from error
     if existing is None:
         called = facts.texts.called
         title = (facts.repository or called[0].upper() + called[1:]).rpartition("/")[2]

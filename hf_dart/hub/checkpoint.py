@@ -69,9 +69,7 @@ def read_tensors(
             "whose config.json and weights belong together."
         )
     if missing := shapes.keys() - found.keys() - set(optional):
-        raise ValueError(
-            f"The weights in {path} lack {min(missing)}; fetch them again, together with their config.json."
-        )
+        raise ValueError(f"The weights in {path} lack {min(missing)}; fetch them again, with their config.json.")
     for name, tensor in found.items():
         if tensor.shape != tuple(shapes[name]):
             raise ValueError(
@@ -79,9 +77,7 @@ def read_tensors(
                 f"{list(shapes[name])}; give files that belong together."
             )
         if tensor.dtype not in ([_DTYPES[dtypes[name]]] if name in dtypes else _FLOATS):
-            raise ValueError(
-                f"{name} in {path} is saved as {tensor.dtype}, which cannot be used; fetch the original weights."
-            )
+            raise ValueError(f"{name} in {path} is saved as {tensor.dtype}; fetch the weights in floating point.")
     try:
         return {name: tensor.read() for name, tensor in found.items()}
     except (SafetensorError, OSError, RuntimeError) as error:

@@ -33,28 +33,19 @@ NOTES = {
 
 
 def refuse_fields(path: str, content: dict[str, Any], config_class: Any) -> None:
-    """Raise for a config.json with fields that are none of its drafter's.
+    """Raise a `ValueError` for a config.json with a field that is none of its drafter's.
 
     transformers takes orders from many more: to load code or kernels, to quantize, to make labels, to read other files.
-
-    Raises:
-        ValueError: the message names the field.
     """
     ours = (kind for kind in config_class.__mro__ if kind.__module__.startswith("hf_dart."))
     own = {name for kind in ours for name in vars(kind).get("__annotations__", ())}
     if unknown := sorted(content.keys() - own - NOTES - set(config_class.former_fields)):
-        raise ValueError(
-            f"The config.json in {path} has the field {unknown[0]!r:.100}, which no drafter of this version of hf_dart "
-            "has; take it out, or use a newer version."
-        )
+        field = f"{unknown[0]!r:.100}"
+        raise ValueError(f"The config.json in {path} has an unknown field, {field}; take it out, or update hf_dart.")
 
 
 def optional_file(path: str, name: str, **where: Any) -> Path | None:
-    """File `name` of a folder or a Hub repository (at `HUB_OPTIONS`), fetched if need be; None if there is none.
-
-    Raises:
-        OSError: the Hub does not give it.
-    """
+    """File `name` of a folder or a Hub repository (at `HUB_OPTIONS`), fetched if need be; None if there is none."""
     with hub_errors(path, **where):
         found = cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
     return None if found is None else Path(found)
@@ -128,10 +119,8 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
 def weight_files(path: str, missing: str | None = None, *, pickled: bool = False, **where: Any) -> list[Path]:
     """Return the safetensors files of a checkpoint, fetched if need be; other kinds of weights are not opened.
 
-    Args:
-        path, where: as for `optional_file`.
-        missing: what is said where there are none.
-        pickled: take a `pytorch_model.bin` then; `hub.checkpoint` reads it as strictly.
+    Where there are none, a `pytorch_model.bin` is taken if `pickled` (`hub.checkpoint` reads it as strictly), or it is
+    said what is `missing`.
 
     Raises:
         ValueError: the index of the weights is damaged, or names files outside of the checkpoint.

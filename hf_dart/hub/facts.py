@@ -61,7 +61,7 @@ class HeadFacts:
         """Read the facts of the drafter that `save_pretrained` or a trainer wrote to `folder`.
 
         Args:
-            folder: with config.json, model.safetensors and, where a trainer wrote it, training.json.
+            folder: with config.json, model.safetensors and perhaps training.json.
             bench: the file that `hf-dart bench --json` wrote.
             training: the training record, if it does not lie in `folder`.
             known: the other attributes, as they are. Left out, `base_model` is the target's name in the config if that
@@ -87,10 +87,8 @@ class HeadFacts:
         # Layers copied from the target and the head of an adapter are counted there and not stored here.
         whole = vars(config).get("copied_layer") is None and not (folder / ADAPTER_CONFIG).is_file()
         if report is not None and whole and report["head_parameters"] != parameters:
-            raise ValueError(
-                f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "
-                f"{parameters}; give the bench of this head."
-            )
+            there = report["head_parameters"]
+            raise ValueError(f"{bench} measured {there} parameters, this head has {parameters}; give its own bench.")
         # A target's name without a namespace is an id of the Hub only if it has a commit there.
         name = config.target_name
         on_hub = name is not None and ("/" in name or config.target_revision is not None)

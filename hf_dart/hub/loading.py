@@ -19,11 +19,7 @@ def target_path(target: str | None) -> str:
 
 
 def load_tokenizer(name: str | None = None, **options: Any) -> Any:
-    """Load the tokenizer of a target, or of a folder or Hub id that holds a tokenizer alone; `options` as there.
-
-    Raises:
-        UserError: it cannot be loaded, or there is none.
-    """
+    """Load the tokenizer of a target, or of a folder or Hub id that holds a tokenizer alone; `options` as there."""
     from transformers import AutoTokenizer
 
     path = target_path(name)
@@ -49,12 +45,8 @@ def load_target(
     Args:
         target: folder or Hub id, or `PACKAGED`, the default.
         dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
-        device_map: as for `from_pretrained`.
         tokenizer: folder or Hub id; None is the target's own.
-        options: as for `from_pretrained` of the model; `revision` is also the tokenizer's.
-
-    Raises:
-        UserError: one of them cannot be loaded.
+        device_map, options: as for `from_pretrained` of the model; `revision` is also the tokenizer's.
     """
     from transformers import AutoModelForCausalLM
 

@@ -116,9 +116,7 @@ def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
-        raise ValueError(
-            f"{repository!r} cannot name a repository ({sentence(error)}); give one such as user/name."
-        ) from error
+        raise ValueError(f"{repository!r} is no repository ({sentence(error)}); give one such as user/name.") from error
     base = (optional_json(str(folder), ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
     if base is not None and (Path(base).is_absolute() or Path(base).is_dir()):
         raise ValueError(

@@ -178,7 +178,5 @@ def _readable(checkpoint: str | Path | None) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever torch, safetensors, json and transformers raise of a damaged or foreign file
-        raise ValueError(
-            f"{checkpoint} cannot be resumed ({sentence(error).rstrip('.')}); {_BEGUN_WITH}, or from another "
-            "checkpoint."
-        ) from error
+        said = sentence(error).rstrip(".")
+        raise ValueError(f"{checkpoint} cannot be resumed ({said}); {_BEGUN_WITH}, or from another.") from error

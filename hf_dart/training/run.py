@@ -70,10 +70,8 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
     try:
         trainer = trainer_of(recipe.head.drafter)(head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
     except RuntimeError as error:  # as transformers says that what report_to names is not installed
-        raise ValueError(
-            f"Training cannot be set up ({sentence(error)}); install what is missing, or change the option that asks "
-            "for it."
-        ) from error
+        lacks = sentence(error)
+        raise ValueError(f"Training lacks something ({lacks}); install it, or change the option.") from error
     trainer.recipe = recipe.given
     if args.should_save and checkpoint is None:
         folder = Path(args.output_dir)
@@ -111,10 +109,7 @@ def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
     if asked is None or asked.lower() == "false":
         others = (path.name for path in folder.glob("*") if not path.name.startswith(PREFIX_CHECKPOINT_DIR))
         if newest_checkpoint(folder) or set(others) - _OF_NO_USE:
-            raise ValueError(
-                f"The folder {output_dir} is not empty; go on with its newest checkpoint by resume_from_checkpoint, or "
-                "give another output_dir."
-            )
+            raise ValueError(f"{output_dir} is not empty; go on by resume_from_checkpoint, or give another output_dir.")
         return None
     if asked.lower() == "true":
         newest = newest_checkpoint(folder)

@@ -85,7 +85,7 @@ def test_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rows.write_text("".join(json.dumps({"body": text}) + "\n" for text in ("import os", "import sys")))
     out = str(tmp_path / "table")
     words = ["ngram", "build", out, "--dataset", str(rows), "--column", "body"]
-    assert_command_says(words[:-2], "no column 'text' but body; name one of them with --column.", capsys)
+    assert_command_says(words[:-2], "no column 'text' but body; name one with --column.", capsys)
     assert main(words) == 0
     assert NgramTable.load(out).tokens >= 6
 

@@ -56,18 +56,6 @@ def test_on_a_gpu(tmp_path: Path) -> None:
     assert results[ROUNDS.COMPILED, 8]["launches"] < results[ROUNDS.CALLED, 8]["launches"]
 
 
-def test_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Methods that there is no time for are left out, and named; what was measured is there."""
-    clock = iter([0.0, 1.0, *[1000.0] * 20])
-    monkeypatch.setattr(ROUNDS, "perf_counter", lambda: next(clock))
-    file = tmp_path / "rounds.json"
-    assert ROUNDS.main([*WORDS, "--device", "cpu", "--json", str(file)]) == 0
-    report = json.loads(file.read_text())
-    assert [one["name"] for one in report["results"]] == ["stock"]
-    assert len(report["left_out"]) == len(METHODS) - 1
-    assert "Left out after 540 s: called rounds, 1 nodes; " in capsys.readouterr().out
-
-
 def test_what_a_forward_reads() -> None:
     target = SIMULATED.build_target("tiny", torch.float32, torch.device("cpu"))
     hidden, vocabulary, layer = 64, 512, 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16

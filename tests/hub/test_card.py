@@ -226,4 +226,4 @@ def test_unusable_files_get_one_sentence(tmp_path: Path) -> None:
     refused(lambda: facts(bench=tmp_path / "none.json"), ValueError, r"none.json cannot be read")
     refused(lambda: facts(bench=PACKAGED_HEAD / "config.json"), ValueError, "not what hf-dart bench --json writes")
     tiny_head(tiny_target()).save_pretrained(tmp_path)
-    refused(lambda: HeadFacts.read(tmp_path, bench=BENCH), ValueError, "give the bench of this head")
+    refused(lambda: HeadFacts.read(tmp_path, bench=BENCH), ValueError, "this head has .*; give its own bench")

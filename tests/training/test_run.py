@@ -182,7 +182,7 @@ def test_mistakes_get_one_sentence_and_write_nothing(
         (["--selector_rank", "8"], "only selector_only trains"),
         (["--drafter", "foo", "--help"], "drafter is 'foo'"),
         (["--output_dir", f"{PACKAGED_HEAD}/config.json/run"], "Not a directory"),
-        (["--report_to", "clearml"], "to be installed); install what is missing, or change the option"),
+        (["--report_to", "clearml"], "to be installed); install it, or change the option"),
     ):
         assert main(["train", str(recipe), *words]) == 2
         shown = capsys.readouterr().err.splitlines()

@@ -168,7 +168,7 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
     cannot("someone/nothing", "The dataset 'someone/nothing' cannot be read")
     cannot(lines({"body": "x"}), "has no field .*'text', only 'body'; name the one .* text_field")
     cannot(lines({"text": "x" * 99}), "has no field 'body', only 'text'", text_field="body")
-    cannot(lines({"text": ["x"]}), "holds list, not text")
+    cannot(lines({"text": ["x"]}), "holds list in 'text', not text")
     cannot(lines({"messages": "hello"}), "no messages|no chat template")
     cannot(lines({"text": ""}), "holds nothing to train on: its documents are empty, shorter than the 5 tokens")
     cannot(lines({"input_ids": [5, 99999, 7, 8, 9, 10, 11]}), "99999, .* as 'input_ids' .* this tokenizer's 6144")
@@ -264,7 +264,7 @@ def test_streams_are_packed_too_and_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="processing_class=tokenizer"):
         pack_dataset(datasets.Dataset.from_dict(ROWS["text"]), None, 3, 64)
     rows = datasets.Dataset.from_dict({"messages": TURNS, "images": [[i] for i in range(8)]})
-    with pytest.raises(ValueError, match=r"the field 'images', .* with hf_dart\.training\.image_row\.$"):
+    with pytest.raises(ValueError, match=r"field 'images' holds no text .* with hf_dart\.training\.image_row\.$"):
         pack_dataset(rows, chat_tokenizer(), 3, 64)
     stream = datasets.Dataset.from_dict(ROWS["text"]).to_iterable_dataset()
     assert next(iter(pack_dataset(stream, chat_tokenizer(), 3, 64)))["input_ids"].shape == (64,)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import assert_identical
 from support.multimodal import image_inputs, multimodal_target
 from support.tiny import tiny_diffusion_drafter
 from support.tiny_training import tiny_head, tiny_trainer
 
-from hf_dart import DartHead, attach
+from hf_dart import attach
 from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.training import DiffusionTrainer, EagleTrainer, image_row
 from hf_dart.training.data.images import collate
@@ -21,9 +20,9 @@ LENGTH = 24
 WORDS = {"suppress_tokens": [43, 44, 45, 46, 47]}
 
 
-def prompt(family: str, seed: int, rows: int = 1) -> dict[str, torch.Tensor]:
+def prompt(family: str, seed: int) -> dict[str, torch.Tensor]:
     """One text with an image, the larger one of two where they differ."""
-    return image_inputs(family, rows, seed=seed, image=seed, turned=seed % 2 == 0)
+    return image_inputs(family, 1, seed=seed, image=seed, turned=seed % 2 == 0)
 
 
 def own_rows(target: Any, family: str, count: int, first: int) -> list[dict[str, Any]]:
@@ -71,18 +70,12 @@ def test_tau_rises_on_images(family: str, tmp_path: Path) -> None:
     target = attach(multimodal_target(family).float())
     rows, held_out = own_rows(target, family, 32, 0), own_rows(target, family, 8, 100)
     head = tiny_head(target, feature_layers=[0, 2, 4])
-    options = {"max_steps": 60, "per_device_train_batch_size": 8, "save_strategy": "steps", "save_steps": 60}
-    trainer = tiny_trainer(tmp_path, head, target, rows, held_out, **options)
+    trainer = tiny_trainer(tmp_path, head, target, rows, held_out, max_steps=60, per_device_train_batch_size=8)
     before = trainer.evaluate()["eval_tau"]
     trainer.train()
     after = trainer.evaluate()["eval_tau"]
     assert before < 1.3
     assert after > before + 0.25
-    loaded = DartHead.from_pretrained(tmp_path / "checkpoint-60", target=target)
-    assert all(torch.equal(old, new) for old, new in zip(head.parameters(), loaded.parameters(), strict=True))
-    exact = multimodal_target(family)
-    drafts = DartHead.from_pretrained(tmp_path / "checkpoint-60", target=exact)
-    assert_identical(exact, drafts, prompt(family, 100, rows=2), do_sample=False, max_new_tokens=20, **WORDS)
 
 
 def test_eagle_learns_on_images_and_diffusion_says_that_it_does_not(tmp_path: Path) -> None:

@@ -32,9 +32,7 @@ def as_messages(turns: Any) -> list[Message]:
             message = {"role": message.pop("from"), "content": message.pop("value", ""), **message}
             message["role"] = _ROLES.get(str(message["role"]), message["role"])
         if not isinstance(message.get("role"), str):
-            raise ValueError(
-                f"A message has the fields {sorted(message)}; give 'role', in text, and 'content' to each."
-            )
+            raise ValueError(f"A message has the fields {sorted(message)}; give 'role', in text, and 'content'.")
         messages.append(message)
     return messages
 

@@ -56,10 +56,8 @@ class Encoder:
     def _texts(self, examples: dict[str, list[Any]], name: str) -> list[str | None]:
         for text in examples[name]:
             if text is not None and not isinstance(text, str):
-                raise ValueError(
-                    f"The field {name!r} of {self.source} holds {type(text).__name__}, not text; name the field "
-                    "that holds the text with text_field."
-                )
+                held = type(text).__name__
+                raise ValueError(f"{self.source} holds {held} in {name!r}, not text; name the text with text_field.")
         return examples[name]
 
     def _ended(self, ids: list[int], given: int) -> Document:

@@ -31,9 +31,7 @@ def image_row(inputs: Mapping[str, Tensor], sequence: Tensor) -> dict[str, Any]:
     """
     prompt, sequence = inputs["input_ids"].cpu(), sequence.detach().cpu().reshape(-1)
     if len(prompt) != 1 or not torch.equal(sequence[: prompt.shape[1]], prompt[0]):
-        raise ValueError(
-            "The sequence does not begin with the one prompt; give one text and what was generated for it."
-        )
+        raise ValueError("The sequence does not begin with the one prompt; give a text and what was written for it.")
     more = len(sequence) - prompt.shape[1]
     beside = {name: value.detach().cpu() for name, value in inputs.items() if name not in _OF_TEXT}
     return {

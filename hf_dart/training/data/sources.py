@@ -67,10 +67,8 @@ class DataArguments:
             raise ValueError("train_data is empty; name at least one source.")
         least = {"max_length": 2, "eval_documents": 0}
         check_fields(self, least=least, choices={"train_on": ("assistant", "all")})
-        if self.shares is not None and len(self.shares) != len(self.train_data):
-            raise ValueError(
-                f"shares has {len(self.shares)} numbers for {len(self.train_data)} sources; give one for each."
-            )
+        if self.shares is not None and len(self.shares) != (sources := len(self.train_data)):
+            raise ValueError(f"shares has {len(self.shares)} numbers for {sources} sources; give one for each.")
         if self.shares is None and self.streaming and len(group_files(self.train_data)) > 1:
             raise ValueError("Streams of several sources are mixed; give shares, one number for each.")
 
@@ -103,10 +101,7 @@ def load_rows(
         encoders.append(encoder)
         if count := arguments.eval_documents:
             if not arguments.streaming and len(documents) <= count:
-                raise ValueError(
-                    f"{encoder.source} has {len(documents)} documents; with eval_documents={count} none is left to "
-                    "train on."
-                )
+                raise ValueError(f"{encoder.source} has {len(documents)} documents; give a smaller eval_documents.")
             held_out.append(_rows(arguments, documents.take(count), encoder))
             documents = documents.skip(count)
         train.append(_rows(arguments, documents, encoder, endless=arguments.streaming))
@@ -132,15 +127,9 @@ def pack_dataset(
     """
     source = Source("The dataset", documents, documents.column_names)
     if seen := [name for name in source.columns if name.rstrip("s") in _NO_TEXT]:
-        raise ValueError(
-            f"The dataset has the field {seen[0]!r}, and what is packed here is text; make rows of such examples "
-            "with hf_dart.training.image_row."
-        )
+        raise ValueError(f"The field {seen[0]!r} holds no text to pack; make rows with hf_dart.training.image_row.")
     if tokenizer is None:
-        raise ValueError(
-            f"The dataset has the fields {', '.join(map(repr, source.columns))}, which are no packed rows; pass "
-            "processing_class=tokenizer, so that they can be tokenized."
-        )
+        raise ValueError(f"The dataset has {source.columns}, no packed rows; pass processing_class=tokenizer.")
     arguments = DataArguments([source.name], max_length=max_length, streaming=not hasattr(documents, "__len__"))
     _check_tokenizer(tokenizer, config)
     documents, encoder = encoded(arguments, source, tokenizer, draft_length)
@@ -151,10 +140,7 @@ def pack_dataset(
 def _check_tokenizer(tokenizer: Any, config: DartConfig | None) -> None:
     known = None if config is None else config.tokenizer_hash
     if config is not None and known is not None and not same_vocabulary(known, tokenizer, config.vocab_size):
-        raise ValueError(
-            f"The tokenizer is not the one that the head was made with (that of {config.target_name}): it has other "
-            "tokens or ids; give the target's own."
-        )
+        raise ValueError(f"The tokenizer is not the one that the head was made with; give {config.target_name}'s.")
 
 
 def _keep_template(config: DartConfig | None, encoders: Sequence[Encoder]) -> None:
@@ -170,10 +156,7 @@ def open_encoded(
 ) -> tuple[Any, Encoder]:
     """Return the documents of a source (`open_source`), and what makes rows of them."""
     if len(tokenizer) > 2**16 and any(name.endswith(".bin") for name in names):
-        raise ValueError(
-            f"{names[0]} holds ids of 16 bits, and this tokenizer has {len(tokenizer)} tokens; give rows of input_ids, "
-            "such as Parquet files."
-        )
+        raise ValueError(f"{names[0]} holds 16-bit ids, too few for {len(tokenizer)} tokens; give rows of input_ids.")
     streaming, cache = arguments.streaming, arguments.cache_dir
     source = open_source(names, split=split, eos=tokenizer.eos_token_id, streaming=streaming, cache_dir=cache)
     return encoded(arguments, source, tokenizer, draft_length)

@@ -80,10 +80,7 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
             raise ValueError(f"{file} holds no settings; name another folder.") from error
         for name in sorted({*before, *settings}):
             if before.get(name) != settings.get(name):
-                raise ValueError(
-                    f"{folder} was begun with other settings: {name} differs from {file}; give the same, or another "
-                    "folder."
-                )
+                raise ValueError(f"In {folder} {name} differs; give it as in its {file.name}, or another folder.")
     elif any(folder.glob("*.jsonl")):
         raise ValueError(f"{folder} holds text, and no {file.name} that says how it was made; name another folder.")
     else:

@@ -47,13 +47,6 @@ class DartTrainer(DrafterTrainer[DartHead]):
             # Its gradients arise outside the forward that FSDP gathers the weights for.
             raise ValueError("FSDP is for heads that learn as a whole; selectors are small, train them without fsdp.")
 
-    def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Add `anchors` [B, K] and, for a selector, the `seed` of the noise that it learns with."""
-        blocks = super().draw(inputs, generator)
-        if self.args.selector_only:
-            inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
-        return blocks
-
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
         embeddings = self.drafter.embed(read_tokens(inputs)[:, 1:])
         return head_states(self.drafter, model, inputs, features, embeddings)

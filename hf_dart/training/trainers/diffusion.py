@@ -76,7 +76,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         super().__init__(drafter, target, args, **kwargs)
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Add `anchors` [B, K], `times` [B, K], and `slots` [B, K, d]: revealed tokens, `MASK` for the others."""
+        """Add `anchors`, `times` [B, K], a `seed`, and `slots` [B, K, d]: revealed tokens, `MASK` for the others."""
         blocks = super().draw(inputs, generator)
         ids, anchors = inputs["input_ids"], inputs["anchors"]
         present, draft_length = anchors >= 0, self.drafter.draft_length

@@ -68,12 +68,11 @@ class EditTrainer(DartTrainer):
         head.get_submodule("editor").requires_grad_(True)
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Add `anchors`, `true` and `sampled` [B, K], and the `seed` of sampled drafts."""
+        """Add `anchors`, `true` and `sampled` [B, K], and a `seed`."""
         blocks, anchors = super().draw(inputs, generator), inputs["anchors"]
         for name, share in (("true", self.true_share), ("sampled", self.sampled_share)):
             drawn = torch.rand(anchors.shape, generator=generator) < share * (not self.evaluates)
             inputs[name] = drawn.to(anchors.device)
-        inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
         return blocks
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:

@@ -129,9 +129,7 @@ def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) ->
     prompts = []
     for row in itertools.islice(rows, count):
         if "beside" in row:
-            raise ValueError(
-                "decode_prompts are of text, and the evaluation rows have images; leave decode_prompts out."
-            )
+            raise ValueError("decode_prompts are of text, and these rows have images; leave decode_prompts out.")
         ids, documents = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["documents"])
         first = documents == documents[0]
         ids, learned = ids[first], torch.as_tensor(row.get("loss_mask", torch.ones(len(ids))))[first].bool()

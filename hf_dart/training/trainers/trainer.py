@@ -36,6 +36,7 @@ from hf_dart.training.trainers.teacher import Teacher
 
 _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
 _PATIENCE = 10  # steps without anything to train on, after which training stops
+_NO_BLOCKS = "no row is longer than a draft, or no token counts; give longer documents or a smaller draft_length."
 
 AnyDrafter = TypeVar("AnyDrafter", bound=TrainedDrafter)
 
@@ -129,7 +130,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             self.add_callback(Patience(args.early_stopping_patience))
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Add to a batch, in place, what is random about it: `anchors` [B, K], the places of its blocks.
+        """Add to a batch what is random about it: `anchors` [B, K], the places of its blocks, and a `seed` of noise.
 
         Args:
             inputs: the stacked rows: `input_ids`, `documents` [B, T], perhaps `loss_mask` [B, T] and `beside`.
@@ -140,6 +141,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """
         count, length = self.args.anchors_per_row, self.drafter.draft_length
         inputs["anchors"] = draw_anchors(inputs["documents"], count, length, generator, inputs.get("loss_mask"))
+        inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
         return int((inputs["anchors"] >= 0).sum())
 
     def teach(self, inputs: dict[str, Any], places: Tensor) -> tuple[Tensor, Goals]:
@@ -224,10 +226,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         self.state.num_input_tokens_seen += int(tokens)
         self._empty_steps = 0 if total else self._empty_steps + 1
         if self._empty_steps == _PATIENCE:
-            raise ValueError(
-                f"{_PATIENCE} steps had nothing to train on: no row is longer than a draft, or none has a token that "
-                "counts; give longer documents or a smaller draft_length."
-            )
+            raise ValueError(f"{_PATIENCE} steps had nothing to train on: {_NO_BLOCKS}")
         return samples, total.clamp(min=1)
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
@@ -287,10 +286,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Return the mean loss of all blocks of an evaluation, and how good their drafts are (`draft_figures`)."""
         loss, items = np.asarray(found.label_ids).sum(0, dtype=np.float64).tolist()
         if not items:
-            raise ValueError(
-                "There is nothing to evaluate: no row is longer than a draft, or none has a token that counts; give "
-                "longer documents or a smaller draft_length."
-            )
+            raise ValueError(f"There is nothing to evaluate: {_NO_BLOCKS}")
         counts = np.asarray(found.predictions).sum(0, dtype=np.float64)
         first, *others = map(evaluation.draft_figures, np.split(counts, len(self.passes)))
         taus = {f"tau_{name}": one["tau"] for name, one in zip(self.passes[1:], others, strict=True) if "tau" in one}
