@@ -127,22 +127,16 @@ def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    "words",
+    "line",
     [
-        [],
-        ["generate"],
-        ["generate", "x", "--temperature", "-1"],
-        ["generate", "x", "--temperature", "1e-320"],
-        ["generate", "x", "--temperature", "nan"],
-        ["generate", "x", "--seed", "-99999999999999999999"],
-        ["demo", "--new-tokens", "0"],
-        ["bench", "--batch", "one"],
-        ["bench", "--rivals", "eagles"],
+        "", "generate", "generate x --temperature -1", "generate x --temperature 1e-320",
+        "generate x --temperature nan", "generate x --seed -99999999999999999999", "demo --new-tokens 0",
+        "bench --batch one", "bench --rivals eagles",
     ],
-)
-def test_unusable_options_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+)  # fmt: skip
+def test_unusable_options_exit_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(words)
+        main(line.split())
     assert stop.value.code == 2
     assert "hf-dart" in capsys.readouterr().err
 

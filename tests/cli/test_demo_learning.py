@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
-from support.sentences import refused
 
 from hf_dart.bench.pair import load_pair
 from hf_dart.cli import demo_learning
-from hf_dart.errors import UserError
 
 
 @pytest.mark.matrix
@@ -38,9 +33,3 @@ def test_fine_tuning_changes_the_weights_alone() -> None:
     assert [name for name, _ in pair.model.named_parameters()] == names
     assert torch.equal(pair.model.lm_head.weight, before[0])
     assert not torch.equal(pair.model.model.layers[0].mlp.up_proj.weight, before[1])
-
-
-def test_without_headers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(demo_learning.sysconfig, "get_path", lambda name: str(tmp_path))
-    tokenizer: Any = None
-    refused(lambda: demo_learning.header_tokens(tokenizer), UserError, "not installed here")

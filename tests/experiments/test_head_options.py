@@ -76,17 +76,3 @@ def test_in_a_tree_a_selector_adds_what_it_learnt_to_add(corrects: bool, options
     logits, scores = torch.randn(2, 2, depth, 1, dtype=torch.float64, generator=generator)
     learnt = selector.added(hidden, logits, scores, front, candidates)
     torch.testing.assert_close(selector.table(hidden, logits, scores, front[..., None], candidates)[..., 0, :], learnt)
-
-
-def test_noise_is_that_of_the_text(options: ModuleType) -> None:
-    generator = torch.Generator().manual_seed(4)
-    goals = torch.randn(1, 1, 6, dtype=torch.float64, generator=generator).expand(400, 50, -1).log_softmax(-1)
-    drawn = torch.empty_like(goals).exponential_(generator=generator)
-    tokens = (goals - drawn.log()).argmax(-1)
-    noise = options.noise_given(goals, tokens, generator)
-    assert torch.equal((goals + noise).argmax(-1), tokens)
-    # Over texts that were drawn, it is Gumbel noise again: mean 0.5772, variance 1.6449, and independent.
-    flat = noise.flatten(0, 1)
-    assert (flat.mean(0) - 0.5772).abs().max() < 0.05
-    assert (flat.var(0) - 1.6449).abs().max() < 0.12
-    assert torch.corrcoef(flat.T).fill_diagonal_(0).abs().max() < 0.03

@@ -12,13 +12,6 @@ from hf_dart.hub.loading import PACKAGED_TARGET
 remembered = experiment("remembered")
 
 
-def test_a_step_accepts_what_its_tree_holds() -> None:
-    found = remembered.Replay()
-    assert found.step([4, 5, 6], [-1, -1, 1], [5, 6, 9]) == 3
-    assert found.step([4], [-1], [5]) == 1
-    assert (found.steps, found.accepted, found.nodes) == (2, 2, 4)
-
-
 def test_a_memory_adds_to_copies(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
     calls = list(remembered.tool_calls(tokenizer, 5))

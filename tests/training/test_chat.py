@@ -64,8 +64,6 @@ def test_messages_of_other_kinds_are_understood_or_refused() -> None:
     picky = "{% if messages[0].role != 'user' %}{{ raise_exception('Users speak first') }}{% endif %}" + PLAIN
     with pytest.raises(ValueError, match=r"roles system, user \(Users speak first\); leave such"):
         ChatFormat(chat_tokenizer(), picky).encode(CONVERSATION)
-
-
     refused(lambda: as_messages([{"speaker": "a", "content": "b"}]), ValueError, r"has the fields .*'speaker'")
     turns = [{"from": "human", "value": "Hi.", "role": None}, {"from": "gpt", "value": "Hello."}]
     assert as_messages(turns) == [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]

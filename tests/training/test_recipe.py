@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -21,6 +18,8 @@ from hf_dart.training.trainers.diffusion import DiffusionArguments
 
 
 def test_flags_override_a_recipe_and_mistakes_in_it_are_refused(tmp_path: Path) -> None:
+    gemma = read_recipe([str(Path(__file__).parents[2] / "examples" / "gemma3_270m" / "head.yaml")])
+    assert gemma.training.max_steps * gemma.training.per_device_train_batch_size * gemma.data.max_length > 4e6
     file = tmp_path / "recipe.yaml"
     given = {"output_dir": "runs", "train_data": ["a.txt"], "learning-rate": "1e-3", "warmup_steps": None}
     file.write_text(yaml.safe_dump({**given, "max_steps": 4, "tree": {"nodes": 8}}))
@@ -44,22 +43,6 @@ def test_flags_override_a_recipe_and_mistakes_in_it_are_refused(tmp_path: Path) 
         file.write_text(content)
         with pytest.raises(ValueError, match=re.escape(says)):
             read_recipe([str(file)])
-
-
-def test_the_recipe_for_gemma_reads_and_its_prompts_are_written(tmp_path: Path) -> None:
-    folder = Path(__file__).parents[2] / "examples" / "gemma3_270m"
-    options = read_recipe([str(folder / "head.yaml")])
-    assert options.training.max_steps * options.training.per_device_train_batch_size * options.data.max_length > 4e6
-    chat = [{"from": "system", "value": "-"}, {"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello."}]
-    (tmp_path / "sharegpt.json").write_text(json.dumps([{"conversations": chat}, {"conversations": chat[2:]}]))
-    solved = [{"question": f"{n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}"} for n in range(5)]
-    (tmp_path / "gsm8k_train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in solved))
-    output = tmp_path / "out" / "prompts.jsonl"
-    subprocess.run([sys.executable, folder / "prompts.py", tmp_path, output], check=True, capture_output=True)
-    texts = [json.loads(line)["text"] for line in output.read_text().splitlines()]
-    assert texts[0] == "User: Hi\nAssistant: Hello."
-    assert texts[1].startswith("Question: 0 + 1?\nAnswer: 0 + 1 = 1\n\nQuestion: 1")
-    assert [len(text.split("Question: ")) - 1 for text in texts] == [0, 4, 1]
 
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
