@@ -38,12 +38,10 @@ def test_it_is_a_whole_notebook(file: Path) -> None:
     notebook = json.loads(text)
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert notebook["cells"][0]["cell_type"] == "markdown"
-    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
     assert any(cell["outputs"] for cell in code)
     for cell in notebook["cells"]:
-        assert cell["source"]
         for picture in re.findall(r"!\[.*?\]\((.*?)\)", "".join(cell["source"])):
             assert (FOLDER / picture).is_file()
     for cell in code:

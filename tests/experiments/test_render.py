@@ -35,18 +35,6 @@ def test_pages_show_what_the_committed_json_says(page: str, bench: Path, part: s
     assert RENDER.render_tables(text, file.parent) == text
 
 
-@pytest.mark.parametrize("bench", [BENCH, DEEP_BENCH], ids=lambda bench: bench.parent.name)
-def test_the_summary_begins_with_text_that_does_not_repeat_itself(bench: Path) -> None:
-    content = json.loads(bench.read_text(encoding="utf8"))
-    rows = RENDER.table(bench, "summary").splitlines()[4:]
-    cases = [(one["repeated_4grams"], one) for one in content["results"] if one["method"] == "hf_dart"]
-    assert len(rows) == len(cases) == 8
-    for row, (repeated, one) in zip(rows, sorted(cases, key=lambda case: case[0]), strict=True):
-        assert f"| {one['mode']}, batch {one['batch']} | {repeated:.0%} |" in row
-        ratio = one["ratio"]
-        assert f"| **{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}] |" in row
-
-
 @pytest.mark.parametrize("card", sorted((ROOT / "model_cards").glob("*/README.md")), ids=lambda card: card.parent.name)
 def test_cards_show_what_their_json_says(card: Path) -> None:
     text = card.read_text(encoding="utf8")
