@@ -7,8 +7,9 @@ before it, side by side, so that the drafts branch (EAGLE-2, arXiv 2406.16858, g
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from typing import Any, Self
 
@@ -43,6 +44,25 @@ class BeamProposal(Proposal):
         which = torch.tensor(rows, device=self.logits.device)
         self.branches[which] = token
         self.conditional[which] = self.logits[which, 1:, None].log_softmax(-1)
+
+    def transitions(self, candidates: Tensor, scores: Tensor) -> Tensor:
+        """Return `Drafter.transitions` of these: what was drafted after each branch."""
+        width, device, own = scores.shape[-1], scores.device, self.logits.device
+        candidates, scores = candidates.to(own), scores.to(own)
+        first = scores[:, :1, None].expand(-1, 1, width, -1)
+        depth = scores.shape[1] - 1
+        columns = candidates[:, 1:].clamp(min=0)  # [B, d - 1, K]
+        alone = self.logits[:, 1 : depth + 1].gather(-1, columns)
+        wide = columns[:, :, None].expand(-1, -1, self.branches.shape[-1], -1)
+        following = self.conditional[:, :depth].gather(-1, wide)  # [B, d - 1, W, K]
+        # Scores may include noise and the target's temperature: the branch's change is added, and the candidates
+        # together keep the probability that the draft gave them.
+        together = scores[:, 1:].logsumexp(-1, keepdim=True)[:, :, None]
+        shares = (scores[:, 1:, None] + following - alone[:, :, None]).log_softmax(-1) + together
+        same = candidates[:, :-1, :, None] == self.branches[:, :depth, None]  # [B, d - 1, K, W]
+        table = shares.gather(2, same.int().argmax(-1)[..., None].expand(-1, -1, -1, width))
+        table = table.masked_fill(~same.any(-1)[..., None], -inf)
+        return torch.cat([first, table], dim=1).to(device)
 
 
 @dataclass(frozen=True)
@@ -141,56 +161,52 @@ class BeamDrafter(Drafter[State]):
         states = self.read_last(state, *last)  # [B, 1, H]
         if states is None:
             return None
-        log_chances = self.log_chances(states)  # [B, 1, V]
-        marginal, hidden = [log_chances[:, 0]], [states[:, 0]]
-        branches, conditional = [], []
-        width = min(self.beam, log_chances.shape[-1])
-        scores, tokens = score(0, log_chances)[:, 0].topk(width)  # [B, W]
-        previous = states.expand(-1, width, -1)
-        sees = torch.zeros(len(tokens), width, 0, dtype=torch.bool, device=tokens.device)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        for level in range(1, depth or self.draft_length):
-            sees = torch.cat([sees, own], dim=-1)  # [B, W, level W] the drafted entries on the path to each
-            states = self.draft_level(state, tokens, previous, level, sees)
-            log_chances = self.log_chances(states)  # [B, W, V]
-            branches.append(tokens)
-            conditional.append(log_chances)
-            above = scores[..., None]
-            marginal.append((above + log_chances).logsumexp(1))
-            hidden.append(states[:, 0])
-            # Keep the best path to each token: two paths to one token would give one candidate.
-            best, parents = (above + score(level, log_chances)).max(1)
-            scores, tokens = best.topk(width)
-            parents = parents.gather(1, tokens)[..., None]
-            previous = states.gather(1, parents.expand(-1, -1, states.shape[-1]))
-            sees = sees.gather(1, parents.expand(-1, -1, sees.shape[-1]))
-        logits, hidden_states = torch.stack(marginal, dim=1), torch.stack(hidden, dim=1)
-        if not branches:
-            return Proposal(logits, hidden_states)
-        return BeamProposal(
-            logits, hidden_states, branches=torch.stack(branches, dim=1), conditional=torch.stack(conditional, dim=1)
-        )
+        follow, depth = partial(self.draft_level, state), depth or self.draft_length
+        return draft_beam(states, lambda level, states: self.log_chances(states), follow, self.beam, depth, score)
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
         """Return the scores drafted after each branch; tokens that were not drafted on from get no children."""
-        if not isinstance(proposal, BeamProposal):
-            return None
-        width, device, own = scores.shape[-1], scores.device, proposal.logits.device
-        candidates, scores = candidates.to(own), scores.to(own)
-        first = scores[:, :1, None].expand(-1, 1, width, -1)
-        depth = scores.shape[1] - 1
-        columns = candidates[:, 1:].clamp(min=0)  # [B, d - 1, K]
-        alone = proposal.logits[:, 1 : depth + 1].gather(-1, columns)
-        wide = columns[:, :, None].expand(-1, -1, proposal.branches.shape[-1], -1)
-        following = proposal.conditional[:, :depth].gather(-1, wide)  # [B, d - 1, W, K]
-        # Scores may include noise and the target's temperature: the branch's change is added, and the candidates
-        # together keep the probability that the draft gave them.
-        together = scores[:, 1:].logsumexp(-1, keepdim=True)[:, :, None]
-        shares = (scores[:, 1:, None] + following - alone[:, :, None]).log_softmax(-1) + together
-        same = candidates[:, :-1, :, None] == proposal.branches[:, :depth, None]  # [B, d - 1, K, W]
-        table = shares.gather(2, same.int().argmax(-1)[..., None].expand(-1, -1, -1, width))
-        table = table.masked_fill(~same.any(-1)[..., None], -inf)
-        return torch.cat([first, table], dim=1).to(device)
+        return proposal.transitions(candidates, scores) if isinstance(proposal, BeamProposal) else None
+
+
+def draft_beam(
+    states: Tensor,  # [B, 1, H] of the last verified positions
+    log_chances: Callable[[int, Tensor], Tensor],  # of a depth, from 0, and its states [B, W, H]: [B, W, V]
+    draft_level: Callable[[Tensor, Tensor, int, Tensor], Tensor],  # as `BeamDrafter.draft_level`, without its state
+    beam: int,
+    depth: int,
+    score: Score,
+) -> Proposal:
+    """Draft a beam: what is drafted on from at each depth are the tokens that `score` best."""
+    chances = log_chances(0, states)  # [B, 1, V]
+    marginal, hidden = [chances[:, 0]], [states[:, 0]]
+    branches, conditional = [], []
+    width = min(beam, chances.shape[-1])
+    scores, tokens = score(0, chances)[:, 0].topk(width)  # [B, W]
+    previous = states.expand(-1, width, -1)
+    sees = torch.zeros(len(tokens), width, 0, dtype=torch.bool, device=tokens.device)
+    own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+    for level in range(1, depth):
+        sees = torch.cat([sees, own], dim=-1)  # [B, W, level W] the drafted entries on the path to each
+        states = draft_level(tokens, previous, level, sees)
+        chances = log_chances(level, states)  # [B, W, V]
+        branches.append(tokens)
+        conditional.append(chances)
+        above = scores[..., None]
+        marginal.append((above + chances).logsumexp(1))
+        hidden.append(states[:, 0])
+        # Keep the best path to each token: two paths to one token would give one candidate.
+        best, parents = (above + score(level, chances)).max(1)
+        scores, tokens = best.topk(width)
+        parents = parents.gather(1, tokens)[..., None]
+        previous = states.gather(1, parents.expand(-1, -1, states.shape[-1]))
+        sees = sees.gather(1, parents.expand(-1, -1, sees.shape[-1]))
+    logits, hidden_states = torch.stack(marginal, dim=1), torch.stack(hidden, dim=1)
+    if not branches:
+        return Proposal(logits, hidden_states)
+    return BeamProposal(
+        logits, hidden_states, branches=torch.stack(branches, dim=1), conditional=torch.stack(conditional, dim=1)
+    )
 
 
 def last_of(states: Tensor, counts: Tensor) -> Tensor:

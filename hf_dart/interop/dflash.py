@@ -2,8 +2,9 @@
 
 z-lab's (`architectures: ["DFlashDraftModel"]`, a Qwen3 config with a `dflash_config` inside) and that of speculators
 (`speculators_model_type`). They differ in how they count layers and in what a sliding window covers. In z-lab's come
-JetSpec (`causal_head`), DFlash2 (convolutions and a selector of pairs) and DSpark (a Markov selector; the last known
-token predicts too), too.
+JetSpec (`causal_head`), DFlash2 (convolutions and a selector of pairs), DSpark (a Markov selector; the last known token
+predicts too; DeepSeek's DFlash drafters are DSpark ones without a selector) and Domino (a GRU along each path), too.
+SpecForge and ModelOpt name the variant in `projector_type`.
 """
 
 from __future__ import annotations
@@ -15,25 +16,29 @@ from transformers import Qwen3Config
 
 from hf_dart.interop.decoder_layers import read_rope, read_vocabulary, read_widths, read_windows
 from hf_dart.interop.eagle3 import read_speculators_config, speculators_layer
-from hf_dart.interop.fields import HARMLESS, MANY, Fields
+from hf_dart.interop.fields import HARMLESS, MANY, Fields, refuse_by_name
 
 _KIND = "DFlash drafter"
-_XPRESS = "an XPress drafter"  # arXiv 2608.02438
 _MOST_LAYERS = 64
 _MOST_SLOTS = 256
 _DFLASH2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
-_DSPARK = ("markov_rank", "markov_head_type", "sample_from_anchor", "enable_confidence_head",
-           "confidence_head_with_markov")  # fmt: skip
+_DSPARK = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov",
+           "confidence_head_alpha")  # fmt: skip
+_DOMINO = ("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len")
+# Names of one thing: each entry of a block predicts the token after its own position.
+_ANCHOR = ("sample_from_anchor", "query_zero_predicts_next", "shift_label")
 # Fields that may be inside `dflash_config` or at the top.
 _CAUSAL = ("is_causal", "causal", "causal_head")
 _INNER = (
     "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "input_embedding_scale",
-    "output_multiplier", "final_logit_softcapping", "target_hidden_size", *_CAUSAL, *_DFLASH2, *_DSPARK,
+    "output_multiplier", "final_logit_softcapping", "target_hidden_size", "attention_sink_bias", *_CAUSAL, *_ANCHOR,
+    *_DFLASH2, *_DSPARK, *_DOMINO,
 )  # fmt: skip
-_CALLED = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark"}
+_CALLED = {"dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark", "domino": "Domino"}
+_SPECULATORS = ("dflash", "dflash2", "dspark")
 _ARCHITECTURES = {
     "DFlashDraftModel": "dflash", "DFlash2DraftModel": "dflash2", "DSparkDraftModel": "dspark",
-    "Qwen3DSparkModel": "dspark", "LingDSparkModel": "dspark",
+    "Qwen3DSparkModel": "dspark", "LingDSparkModel": "dspark", "DominoDraftModel": "domino",
 }  # fmt: skip
 
 
@@ -47,7 +52,9 @@ class DFlashShape:
         anchor_predicts: entry i of a block predicts the token after its own position, so that a block drafts one more.
         convolution: taps and group size of the convolutions of each layer (`BlockConvolution`); or None.
         selector: what scores pairs of tokens, "pairs" (`PairSelector`), "markov" (`MarkovSelector`) or "gated" (the
-            same with a gate), and its rank; None for none.
+            same with a gate), or paths of them, "rnn" (`RecurrentMarkovSelector`) or "domino" (`DominoSelector`), and
+            its rank; None for none.
+        domino: further sizes of a `DominoSelector`: its second rank, and how many tokens it adds nothing to.
         draft_vocab_size: M, how many tokens an LM head of the drafter's own scores; None for the target's LM head.
         logit_scale, logit_cap: factor on the target's logits, then the bound c of c tanh(x / c).
         names: renamings (`hf_dart.interop.weights.renamed`) of our tensors to those of this format.
@@ -69,6 +76,7 @@ class DFlashShape:
     anchor_predicts: bool = False
     convolution: tuple[int, int] | None = None
     selector: tuple[str, int] | None = None
+    domino: tuple[int, int] = (0, 0)
     draft_vocab_size: int | None = None
     before_norm: bool = False  # the last of the target's `hidden_states` is meant as it is before the final norm
 
@@ -77,26 +85,24 @@ def dflash_format(content: dict[str, Any]) -> str | None:
     """Return a description of a config.json's drafter if it is a DFlash drafter or a variant, of whatever version."""
     kind = content.get("speculators_model_type")
     if "xpress_rank" in content or "xpress" in str(kind).lower():
-        return _XPRESS
-    if isinstance(kind, str) and kind in _CALLED:
+        return "an XPress drafter"
+    if isinstance(kind, str) and kind in _SPECULATORS:
         return f"a {_CALLED[kind]} drafter in the format of speculators"
     named = content.get("architectures")
     names = [str(name) for name in named] if isinstance(named, list) else []
-    if not any("dflash" in name.lower() or "dspark" in name.lower() for name in names):
+    if not any(kind in name.lower() for name in names for kind in (*_SPECULATORS, "domino")):
         return None
     inner = content.get("dflash_config")
-    if names[0] == "DFlashDraftModel" and isinstance(inner, dict) and inner.get("causal_head"):
+    inner = inner if isinstance(inner, dict) else {}
+    if names[0] == "DFlashDraftModel" and inner.get("causal_head"):
         return "a JetSpec drafter"
-    return f"a {_CALLED[_ARCHITECTURES.get(names[0], 'dflash')]} drafter in z-lab's format"
+    called = _CALLED.get(str(inner.get("projector_type"))) or _CALLED[_ARCHITECTURES.get(names[0], "dflash")]
+    return f"a {called} drafter in z-lab's format"
 
 
 def read_dflash(content: dict[str, Any]) -> DFlashShape:
     """Return the shape of a drafter that a config.json tells, or raise a `ValueError`."""
-    if dflash_format(content) == _XPRESS:
-        raise ValueError(
-            "This is an XPress drafter, a DFlash drafter with a refiner of the whole block that hf_dart does not "
-            "read; give a DFlash, DFlash2 or DSpark drafter of this target."
-        )
+    refuse_by_name(content)
     fields = Fields(content, _KIND)
     if "speculators_model_type" in content:
         return DFlashShape(**_read_speculators(fields))
@@ -111,17 +117,18 @@ def read_dflash(content: dict[str, Any]) -> DFlashShape:
 def _read_zlab(fields: Fields) -> dict[str, Any]:
     fields.choice("model_type", ("qwen3",))
     inner = fields.part("dflash_config", outer=_INNER)
-    inner.choice("attention_mode", ("gqa",), "gqa")
-    inner.choice("projector_type", ("dflash",), "dflash")
+    inner.choice("attention_mode", ("gqa", "mha"), "gqa")
+    inner.choice("attention_sink_bias", (False,), False)
+    kind = _ARCHITECTURES[fields.given("architectures")[0]]
+    # SGLang takes all of SpecForge's drafters as DFlash's.
+    kind = inner.choice("projector_type", _CALLED if kind == "dflash" else (kind,), kind)
     backbone = _backbone(fields)
-    causal = inner.given(*_CAUSAL)
-    if causal is not None and not isinstance(causal, bool):
-        raise fields.wrong("causal", causal, "true or false")
+    causal = _flag(inner, _CAUSAL, None)
     vocab_size = fields.integer("vocab_size", 1, MANY)
     target_layers = inner.integer("num_target_layers", 1, MANY) if "num_target_layers" in inner else None
     cap = inner.number("final_logit_softcapping", 0.0, positive=False)
     config = {
-        **_block(_ARCHITECTURES[fields.given("architectures")[0]], inner, backbone, vocab_size),
+        **_block(kind, inner, backbone, vocab_size),
         # A query at q attends to a key at k if q - k < window.
         "layers": tuple(
             ((window is not None) if causal is None else causal, None if window is None else window - 1)
@@ -135,16 +142,24 @@ def _read_zlab(fields: Fields) -> dict[str, Any]:
         "feature_layers": _feature_layers(inner, backbone, target_layers),
     }
     inner.finish()
-    fields.finish(HARMLESS)
+    fields.finish((*HARMLESS, "num_anchors"))
     return config
 
 
+def _flag(fields: Fields, names: tuple[str, ...], default: bool | None) -> bool | None:
+    """Return the one value of fields that mean the same."""
+    value = fields.given(*names)
+    if value is not None and not isinstance(value, bool):
+        raise fields.wrong(next(name for name in names if name in fields), value, "true or false")
+    return default if value is None else value
+
+
 def _read_speculators(fields: Fields) -> dict[str, Any]:
-    kind = fields.choice("speculators_model_type", tuple(_CALLED))
+    kind = fields.choice("speculators_model_type", _SPECULATORS)
     layer = speculators_layer(fields, ("qwen3",))
     backbone = _backbone(layer)
     both_ways = fields.flag("sliding_window_non_causal", kind == "dflash2")
-    read_speculators_config(fields, tuple(_CALLED))
+    read_speculators_config(fields, _SPECULATORS)
     vocabulary = read_vocabulary(fields, layer)
     whole = vocabulary["draft_vocab_size"] is None
     config = {
@@ -167,12 +182,11 @@ def _block(kind: str, fields: Fields, backbone: Qwen3Config, vocab_size: int) ->
     """Read what a block is made of, and the fields of one variant; those of the others are rejected."""
     own = backbone.hidden_size
     fields.choice("target_hidden_size", (own,), own)
-    markov = tuple(name for name in _DSPARK if name != "sample_from_anchor")
-    foreign = {"dflash": (*_DFLASH2, *markov), "dflash2": markov, "dspark": _DFLASH2}[kind]
-    for name in foreign:
+    parts = {"dflash2": _DFLASH2, "dspark": _DSPARK, "domino": _DOMINO}
+    for name in (name for other, names in parts.items() if other != kind for name in names):
         if fields.given(name):
             raise fields.wrong(name, fields.given(name), f"left out, as a {_CALLED[kind]} drafter has no such part")
-    anchor_predicts = fields.flag("sample_from_anchor", kind == "dspark")
+    anchor_predicts = bool(_flag(fields, _ANCHOR, kind == "dspark"))
     known = {
         # Without the entry that is known a block has one at least.
         "block_size": fields.integer("block_size", 1 if anchor_predicts else 2, _MOST_SLOTS),
@@ -191,17 +205,20 @@ def _block(kind: str, fields: Fields, backbone: Qwen3Config, vocab_size: int) ->
         return {**known, "convolution": (taps, group), "selector": ("pairs", rank), "names": names}
     if kind == "dspark":
         rank = fields.integer("markov_rank", 0, 2**14, 256)
-        # "rnn" has a state along the whole path, which no table of pairs can hold.
-        head = fields.choice("markov_head_type", ("vanilla", "gated"), "vanilla")
+        head = fields.choice("markov_head_type", ("vanilla", "gated", "rnn"), "vanilla")
         # The confidence head is not used: the draft's own probabilities tell its confidence.
-        for name in ("enable_confidence_head", "confidence_head_with_markov"):
-            fields.flag(name, True)
+        for name in _DSPARK[2:]:
+            fields.given(name)
         return {
             **known,
-            "selector": ({"vanilla": "markov", "gated": "gated"}[head], rank) if rank else None,
+            "selector": ("markov" if head == "vanilla" else head, rank) if rank else None,
             "names": {r"^selector\.": "markov_head."},
-            "ignored": ("confidence_head.", "embed_tokens.", "lm_head.", "rotary_emb."),
+            "ignored": ("confidence_head.", "logit_head.confidence_head.", "embed_tokens.", "lm_head.", "rotary_emb."),
         }
+    if kind == "domino":
+        size, rank = (fields.integer(name, 1, 2**14) for name in _DOMINO[:2])
+        first = fields.integer("pure_draft_prefix_len", 0, known["block_size"], 0)
+        return {**known, "selector": ("domino", size), "domino": (rank, first), "names": {r"^selector\.": ""}}
     return known
 
 

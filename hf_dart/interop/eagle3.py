@@ -1,14 +1,15 @@
 """EAGLE and P-EAGLE heads as other projects publish them: what their config.json and weights say.
 
-Two formats. The *original* one (SafeAILab's code; also AngelSlim, SpecForge, SGLang, NVIDIA's ModelOpt) is a flat
-config.json whose first layer is called `midlayer` or `layers.0`. That of *speculators* (vLLM, Red Hat) has the layer's
-shape in `transformer_layer_config`. Network and names of tensors are the same.
+Two formats. The *original* one (SafeAILab's code; also AngelSlim, SpecForge, SGLang, NVIDIA's ModelOpt, DeepSeek's
+DeepSpec) is a flat config.json whose first layer is called `midlayer` or `layers.0`. That of *speculators* (vLLM, Red
+Hat) has the layer's shape in `transformer_layer_config`. Network and names of tensors are the same.
 
 EAGLE-1 and EAGLE-2 heads fuse a token with the target's last hidden state. Their config.json is that of a Llama of one
 layer, so that the names of the tensors tell.
 
 Layers of the target are `hidden_states` 2, L // 2 and L - 3 where no config names them; speculators and vLLM name
-indices of `hidden_states`; `eagle_config` of ModelOpt and SGLang counts the outputs of layers from 0, one less.
+indices of `hidden_states`; `eagle_config` of ModelOpt and SGLang, and DeepSpec's `target_layer_ids`, count the outputs
+of layers from 0, one less.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from hf_dart.hub.checkpoint import refused
 from hf_dart.interop.decoder_layers import read_rope, read_vocabulary, read_widths, read_windows, scaled_rotation
-from hf_dart.interop.fields import HARMLESS, MANY, Fields
+from hf_dart.interop.fields import HARMLESS, MANY, Fields, refuse_by_name
 from hf_dart.models.features import default_feature_layers
 
 _MOST_LAYERS = 8
@@ -37,7 +38,8 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 _REMARKS = (
     "max_position_embeddings", "max_window_layers", "pretraining_tp", "sep_token_id", "target_model_type",
     "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "id2label", "label2id", "name_or_path",
-    "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states",
+    "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states", "num_target_layers",
+    "target_model_name_or_path", "ttt_length", "step_loss_decay", "draft_num_hidden_layers",
 )  # fmt: skip
 _AUX_NORMS = {rf"^fusion_norm\.{index}\.": f"aux_norm_{name}." for index, name in enumerate(("low", "mid", "high"))}
 # Fields of an `eagle_config` and what an EAGLE-3 head has there, first what stands for a missing one.
@@ -132,6 +134,7 @@ def read_published(
     content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], num_layers: int, path: str
 ) -> Published:
     """Read a head's config.json and the shapes of its tensors, for a target of `num_layers` layers."""
+    refuse_by_name(content)
     found = eagle3_format(content) or JOINED
     joined = found == JOINED
     fields = Fields(content, found.split(" ", 1)[1] if joined else f"{found.split(' ')[1]} head")
@@ -248,8 +251,9 @@ def _taps(fields: Fields, nested: Fields, num_layers: int) -> list[int]:
     # The last hidden state of transformers is normed, and theirs is not.
     if fields.given(_TAPS):
         given.append(list(fields.integers(_TAPS, 0, num_layers - 1)))
-    if nested.given(_TAPS):
-        given.append([tap + 1 for tap in nested.integers(_TAPS, 0, num_layers - 2)])
+    for place, name in ((nested, _TAPS), (fields, "target_layer_ids")):
+        if place.given(name):
+            given.append([tap + 1 for tap in place.integers(name, 0, num_layers - 2)])
     if not given:
         return papers_taps(num_layers, "EAGLE-3 heads")
     if given[0] != given[-1]:

@@ -14,6 +14,20 @@ HARMLESS = {
     *NOTES, "attention_dropout", "auto_map", "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id",
 }  # fmt: skip
 """Fields of any transformers model that have no bearing on the forward pass of a drafter that is not trained."""
+_NOT_READ = {
+    "xpress": "an XPress drafter, which refines whole blocks of DFlash's",  # arXiv 2608.02438
+    "gemma4dspark": "a DFlash or DSpark drafter with layers of Gemma 4",
+    "gemma4eagle3": "an EAGLE-3 head with layers of Gemma 4",
+    "eagle3deepseek": "an EAGLE-3 head with latent attention",
+}
+"""What config.json files call drafters that no reader knows, and what these are."""
+
+
+def refuse_by_name(content: dict[str, Any]) -> None:
+    """Raise a `ValueError` if a config.json is that of a drafter that is known and not read."""
+    names = " ".join([*content, str(content.get("architectures")), str(content.get("speculators_model_type"))]).lower()
+    if found := next((what for name, what in _NOT_READ.items() if name in names), None):
+        raise ValueError(f"This is {found}, and hf_dart does not read these; give another drafter of this target.")
 
 
 class Fields:

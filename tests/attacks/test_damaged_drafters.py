@@ -53,7 +53,7 @@ FORMATS: dict[str, Callable[[Path, Any], Any]] = {
     **{name: lambda folder, target, name=name: variant(folder, target, name) for name in
        ("EAGLE-1", "EAGLE-2, Qwen2's", "peagle, 0.9's defaults")},
     **{name: lambda folder, target, name=name: relative(folder, target, name) for name in
-       ("DFlash2", "speculators' DSpark")},
+       ("DFlash2", "Domino", "speculators' DSpark")},
     "DFlash, z-lab": dflash_checkpoint,
     "Gemma 4 assistant": lambda folder, _: assistant_checkpoint(folder, stock_assistant(ordered=True, vocab_size=48)),
     "original DART": lambda folder, target: original_checkpoint(folder, target, draft_vocab_size=30),

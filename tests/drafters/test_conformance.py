@@ -21,6 +21,7 @@ from support.guests import dflash_drafter
 from support.heads import assert_saved
 from support.interruptions import interrupt
 from support.modules import with_module
+from support.relatives import relative
 from support.sentences import refused
 from support.tiny import nearly, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
@@ -33,6 +34,11 @@ def tiny_dflash_drafter(target: Any) -> Any:
         return dflash_drafter(Path(folder), target)
 
 
+def tiny_domino_drafter(target: Any) -> Any:
+    with TemporaryDirectory() as folder:
+        return load_drafter(relative(Path(folder), target, "Domino"), target=target)
+
+
 def tiny_gemma4_drafter(target: Any) -> Any:
     with TemporaryDirectory() as folder:
         return gemma4_drafter(Path(folder), target)
@@ -43,6 +49,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "eagle": tiny_eagle_drafter,
     "diffusion": tiny_diffusion_drafter,
     "dflash": tiny_dflash_drafter,
+    "domino": tiny_domino_drafter,
     "language model": lambda target: LanguageModelDrafter(nearly(target), target),
     "mtp": MtpDrafter.from_target,
     "gemma4": tiny_gemma4_drafter,

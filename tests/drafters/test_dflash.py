@@ -14,10 +14,10 @@ from support.cases import GREEDY, SAMPLED, batch
 from support.checkpoints import reordered, save
 from support.compare import assert_identical, tally
 from support.guests import dflash_checkpoint, dflash_config, dflash_tensors, published
-from support.heads import assert_saved, draft_after, features_of
+from support.heads import assert_beam, assert_saved, draft_after, features_of
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
-from support.relatives import VARIANTS, pair_score, relative, relative_config, relative_tensors
+from support.relatives import PATHS, VARIANTS, pair_score, path_score, relative, relative_config, relative_tensors
 from support.sentences import not_read, refused
 from support.tiny import prompts, tiny_target
 from support.users import letters
@@ -46,22 +46,35 @@ def test_logits_are_the_published_ones(deep: Any, tmp_path: Path, name: str) -> 
     ids, inner = prompts([12])["input_ids"], config.get("dflash_config", {})
     features, proposal = features_of(deep, drafter.feature_layers, ids), draft_after(deep, drafter, ids)
     size = inner.get("block_size", config.get("block_size"))
+    known = {**config, **inner}
+    fills_in = {known.get(name) for name in ("sample_from_anchor", "query_zero_predicts_next", "shift_label")} - {None}
+    first = int(not fills_in.pop() if fills_in else kind != "dspark")
     block = torch.cat([ids[0, -1:], torch.full((size - 1,), 47)])
     if config.get("sliding_window_non_causal"):
         config["is_causal"] = False
     embedded = deep.get_input_embeddings()(block) * inner.get("input_embedding_scale", 1.0)
-    hidden = published(config, weights, features[0], embedded)[int(kind != "dspark") :]
+    hidden = published(config, weights, features[0], embedded)[first:]
     assert len(hidden) == drafter.draft_length
     logits = hidden @ weights.get("lm_head.weight", deep.lm_head.weight).T * inner.get("output_multiplier", 1.0)
     if cap := config.get("final_logit_softcapping"):
         logits = cap * torch.tanh(logits / cap)
+    if name in PATHS:
+        table, root, plain = deep.get_input_embeddings().weight, int(ids[0, -1]), known.get("pure_draft_prefix_len", 0)
+
+        def after(path: list[int]) -> torch.Tensor:
+            scored = logits[len(path)] + path_score(weights, hidden, [root, *path], table, plain)
+            return drafter_tokens(drafter, scored.float()).log_softmax(-1)
+
+        assert proposal.branches.shape[-1] == drafter.beam
+        assert_beam(proposal, 0, after)
+        return
     torch.testing.assert_close(proposal.logits[0], logits, rtol=1e-6, atol=1e-6)
     candidates = torch.stack([ids[0, :4]] * len(hidden))[None]
     if drafter.draft_vocabulary is not None:
         candidates = drafter.draft_vocabulary[candidates.clamp(max=19)]
     scores = torch.zeros(candidates.shape, dtype=torch.float64)
     table = drafter.transitions(proposal, ids[:, -1], candidates, scores)
-    if kind == "dflash":
+    if kind == "dflash" or known.get("markov_rank") == 0:
         assert table is None
         assert torch.equal(drafter.bfloat16()._frequencies, before), "they are not rounded with the weights"
         return
@@ -94,7 +107,14 @@ def test_draft_tokens_in_another_order(deep: Any, tmp_path: Path, name: str) -> 
     assert all(torch.equal(weight, one.state_dict()[key]) for key, weight in other.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["JetSpec", "DFlash2", "DSpark, gated", "speculators' DSpark"])
+def drafter_tokens(drafter: Any, logits: torch.Tensor) -> torch.Tensor:
+    """Logits [M] of the drafter's tokens as those of all [V]."""
+    if drafter.draft_vocabulary is None:
+        return logits
+    return torch.full((48,), -1e30).index_copy(0, drafter.draft_vocabulary, logits)
+
+
+@pytest.mark.parametrize("name", ["JetSpec", "DFlash2", "DSpark, gated", "speculators' DSpark", *PATHS])
 def test_text_is_stocks(deep: Any, tmp_path: Path, name: str) -> None:
     drafter = load_drafter(relative(tmp_path, deep, name), target=deep)
     drafter.tree_config = TreeConfig(nodes=16)
@@ -102,7 +122,7 @@ def test_text_is_stocks(deep: Any, tmp_path: Path, name: str) -> None:
         assert_identical(deep, drafter, batch(4, "sdpa"), into=EXACT, **mode)
 
 
-@pytest.mark.parametrize("name", ["DFlash2", "speculators' DSpark"])
+@pytest.mark.parametrize("name", ["DFlash2", "speculators' DSpark", "Domino, fills in", "DFlash, DeepSeek's"])
 def test_saved_in_our_format(deep: Any, tmp_path: Path, name: str) -> None:
     first = load_drafter(relative(tmp_path / "theirs", deep, name), target=deep)
     assert_saved(first, deep, tmp_path / "ours")
@@ -118,6 +138,9 @@ def test_what_is_refused_by_its_name(deep: Any, tmp_path: Path) -> None:
         (speculators, {"aux_hidden_state_layer_ids": [2, 4, 8]}, "reads the last of 8 layers of its target before the"),
         (speculators, {**xpress, "speculators_model_type": "xpress", "architectures": ["XPress"]}, "an XPress"),
         ("JetSpec", {**xpress, "architectures": ["Qwen3XPressModel"]}, "This is an XPress drafter"),
+        ("DSpark", {"architectures": ["Gemma4DSparkModel"]}, "DSpark drafter with layers of Gemma 4"),
+        ("DFlash", {"attention_sink_bias": True}, "attention_sink_bias: true"),
+        (speculators, {"speculators_model_type": "domino", "architectures": ["DominoSpeculator"]}, "speculators_model"),
     ):
         path = relative(tmp_path / words, deep, name)
         config = json.loads(Path(path, "config.json").read_text())
@@ -137,8 +160,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "DFlash with parts of DFlash2": ({"dflash_config__selector_rank": 256}, "selector_rank"),
     "DSpark without its weights": ({"architectures": ["DSparkDraftModel"]}, "markov_head"),
     "another architecture": ({"architectures": ["DFlashDominoModel"]}, "DFlashDominoModel"),
-    "a state along the path": (
-        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type"
+    "a state without its weights": (
+        {"architectures": ["Qwen3DSparkModel"], "markov_rank": 4, "markov_head_type": "rnn"}, "joint_proj"
     ),
     "groups that do not fit": (
         {"architectures": ["DFlash2DraftModel"], "dflash_config__conv_group_size": 7}, "conv_group_size"
@@ -146,7 +169,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an adapter between widths": ({"dflash_config__target_hidden_size": 64}, "target_hidden_size"),
     "no architecture": ({"architectures": None}, "no config.json of a DFlash drafter"),
     "another backbone": ({"model_type": "llama"}, 'model_type: "llama"'),
-    "domino": ({"dflash_config__projector_type": "domino"}, "projector_type"),
+    "Domino without its sizes": ({"dflash_config__projector_type": "domino"}, "gru_hidden_dim"),
+    "another projector": ({"dflash_config__projector_type": "linear"}, "projector_type"),
+    "a layout that is no flag": ({"dflash_config__shift_label": 1}, "shift_label"),
+    "two layouts": ({"sample_from_anchor": True, "dflash_config__shift_label": False}, "contradicts"),
     "latent attention": ({"dflash_config__attention_mode": "mla"}, "attention_mode"),
     "an unknown field inside": ({"dflash_config__use_swa": True}, "use_swa"),
     "a mask token beyond the vocabulary": ({"dflash_config__mask_token_id": 48}, "mask_token_id"),

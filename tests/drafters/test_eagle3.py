@@ -63,6 +63,7 @@ def test_logits_are_the_published_ones(
     config = json.loads((tmp_path / "config.json").read_text())
     ids = prompts([9])["input_ids"]
     counted = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [1, 3, 4])  # L // 2 and L - 3
+    counted = config.get("target_layer_ids", counted)
     taps = config.get("eagle_aux_hidden_state_layer_ids") or [tap + 1 for tap in counted]
     theirs = features_of(target, [8] if name in JOINED else taps, ids)[0]
     proposal = draft_after(target, drafter, ids, 4)
@@ -148,6 +149,8 @@ def load(folder: Path, target: Any) -> EagleDrafter:
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "layers of Gemma 4": (ORIGINAL, {"architectures": ["Gemma4Eagle3Model"]}, "an EAGLE-3 head with layers of Gemma 4"),
+    "latent attention": (ORIGINAL, {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "with latent attention"),
     "another activation": (ORIGINAL, {"hidden_act": "gelu"}, "hidden_act"),
     "an unknown field": (ORIGINAL, {"logit_scale": 0.5}, "logit_scale"),
     "quantized": (ORIGINAL, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -157,6 +160,9 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a width beyond all memory": (ORIGINAL, {"hidden_size": 2**19}, "hidden size 524288"),
     "an MLP beyond all memory": (ORIGINAL, {"intermediate_size": 2**23}, "shape"),
     "an unknown rotation": (ORIGINAL, {"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_type"),
+    "a rotation of some dimensions": (
+        SPECULATORS, {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"
+    ),
     "a norm that is not there": (ORIGINAL, {"norm_before_fc": True}, "input_norm.weight"),
     "two kinds of norm": (ORIGINAL, {"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
     "biases that are not there": (ORIGINAL, {"attention_bias": True}, "attention_bias"),

@@ -77,7 +77,7 @@ def eagle3_tensors(
     generator = torch.Generator().manual_seed(seed)
     hidden = layer["hidden_size"]
     fused = taps * (feature := config.get("target_hidden_size") or hidden)
-    scored, size = config["draft_vocab_size"], layer["vocab_size"]
+    scored, size = config.get("draft_vocab_size", layer["vocab_size"]), layer["vocab_size"]
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (hidden, fused), "norm.weight": (hidden,), "lm_head.weight": (scored, hidden),
         f"{first}.hidden_norm.weight": (hidden,),
@@ -154,6 +154,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "original, yarn": (ORIGINAL, {"rope_scaling": YARN}, {}),
     "original, head_dim from the shapes": (ORIGINAL, {}, {}),
     "original, a table of its own": (ORIGINAL, {}, {"own_embeddings": True}),
+    "original, DeepSeek's": (
+        ORIGINAL,
+        {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [0, 1, 3, 4, 6],
+         "num_target_layers": 8, "ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1,
+         "draft_vocab_size": None},
+        {"first": "layers.0", "taps": 5, "own_embeddings": True},
+    ),
     "modelopt": (MODELOPT, {}, {"first": "layers.0"}),
     "modelopt, joint norm and bias": (MODELOPT, {"norm_before_fc": True, "bias": True}, {"first": "layers.0"}),
     "speculators": (SPECULATORS, {}, {"first": "layers.0"}),

@@ -35,22 +35,48 @@ _PLAIN: dict[str, dict[str, Any]] = {
     ", taps out of order": {"dflash_config__target_layer_ids": [3, 1]},
     ", gelu": {"hidden_act": "gelu"},
 }  # fmt: skip
+_DOMINO = {"projector_type": "domino", "gru_hidden_dim": 6, "emb_dim": 5, "pure_draft_prefix_len": 1}
+
+
+def _inner(**fields: Any) -> dict[str, Any]:
+    return {f"dflash_config__{name}": value for name, value in fields.items()}
+
+
 VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"DFlash{name}": ("z-lab", "dflash", changes) for name, changes in _PLAIN.items()},
     "JetSpec": ("z-lab", "dflash", {"dflash_config__causal_head": True, "dflash_config__target_hidden_size": 32}),
     "DFlash, no taps named": ("z-lab", "dflash", {"dflash_config__target_layer_ids": None}),
-    "DFlash2": ("z-lab", "dflash2", {f"dflash_config__{name}": value for name, value in DFLASH2.items()}),
+    "DFlash2": ("z-lab", "dflash2", _inner(**DFLASH2)),
     "DFlash2, sliding": ("z-lab", "dflash2", {**_SLIDING, **DFLASH2, "conv_kernel_size": 3}),
     "DSpark": ("z-lab", "dspark", {"markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True}),
     "DSpark, gated": ("z-lab", "dspark", {"dflash_config__markov_rank": 4, "dflash_config__markov_head_type": "gated"}),
+    "DSpark, DeepSeek's": ("z-lab", "dspark", {
+        "architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "markov_rank": 4, "markov_head_type": "vanilla",
+        "enable_confidence_head": True, "confidence_head_with_markov": True}),
+    "DFlash, DeepSeek's": ("z-lab", "dspark", {
+        "architectures": ["Qwen3DSparkModel"], "num_anchors": 512, "markov_rank": 0, "enable_confidence_head": False}),
+    "DFlash, each entry predicts": ("z-lab", "dflash", {"dflash_config__query_zero_predicts_next": True}),
+    "DSpark, fills in": ("z-lab", "dspark", {"markov_rank": 4, "sample_from_anchor": False}),
+    "DSpark, SpecForge's": ("z-lab", "dspark", {**_inner(projector_type="dspark", attention_mode="mha", markov_rank=4,
+                            markov_head_type="rnn", confidence_head_alpha=1.0), "num_key_value_heads": 4}),
+    "Domino": ("z-lab", "domino", _inner(**_DOMINO, shift_label=True)),
+    "Domino, fills in": ("z-lab", "domino", {**_inner(**_DOMINO, shift_label=False), "emb_dim": 5,
+                                             "architectures": ["DFlashDraftModel"]}),
     "speculators' DFlash": (SPECULATORS, "dflash", {**_SLIDING}),
     "speculators' DFlash, some tokens": (SPECULATORS, "dflash", {"draft_vocab_size": 20}),
     "speculators' DFlash2": (SPECULATORS, "dflash2", {**_SLIDING, **DFLASH2}),
     "speculators' DFlash2, some tokens": (SPECULATORS, "dflash2", {**DFLASH2, "draft_vocab_size": 20}),
     "speculators' DSpark": (SPECULATORS, "dspark", {**_SLIDING, "markov_rank": 4, "draft_vocab_size": 20}),
+    "speculators' DSpark, recurrent": (SPECULATORS, "dspark", {"markov_rank": 4, "markov_head_type": "rnn",
+                                                               "draft_vocab_size": 20}),
 }  # fmt: skip
 """Format, kind, and changes of the config."""
-_NAMES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+PATHS = [name for name, (_, kind, changes) in VARIANTS.items() if kind == "domino" or "rnn" in changes.values()]
+"""Those that score a token by all tokens of the block in front of it."""
+_NAMES = {
+    "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
+    "domino": "DominoDraftModel",
+}  # fmt: skip
 _LAYER = (
     "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
     "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps",
@@ -59,9 +85,10 @@ _LAYER = (
 
 
 def relative_config(target: Any, name: str) -> dict[str, Any]:
-    """The config.json of one of `VARIANTS`, for a target of 8 layers; its layer's fields stand beside the others."""
+    """The config.json of one of `VARIANTS`; its layer's fields stand beside the others."""
     style, kind, changes = VARIANTS[name]
-    taps = {} if "dflash_config__target_layer_ids" in changes else {"dflash_config__target_layer_ids": [1, 3, 4]}
+    deep = target.config.get_text_config(decoder=True).num_hidden_layers > 4
+    taps = {} if "dflash_config__target_layer_ids" in changes or not deep else _inner(target_layer_ids=[1, 3, 4])
     config = dflash_config(target, **{"architectures": [_NAMES[kind]], "block_size": 5, **taps, **changes})
     if style == SPECULATORS:
         for field in ("dflash_config", "max_window_layers", "num_target_layers", "auto_map", "rope_scaling"):
@@ -101,7 +128,14 @@ def relative_tensors(config: dict[str, Any], name: str, seed: int = 0) -> dict[s
         tensors["candidate_selector.hidden_projection.weight"] = random(rank, hidden)
         tensors["candidate_selector.predecessor_codebook"] = 3 * random(vocabulary, rank)
         tensors["candidate_selector.successor_codebook"] = 3 * random(scored, rank)
-    if kind == "dspark":
+    if kind == "domino":
+        state, rank = known["gru_hidden_dim"], known["emb_dim"]
+        start = "" if known["shift_label"] else "logit_head."
+        for part, read in (("ih", hidden), ("hh", state)):
+            tensors[f"{start}prefix_gru.weight_{part}_l0"] = random(3 * state, read)
+        tensors[f"{start}embed_proj.0.weight"] = random(rank, hidden + state)
+        tensors[f"{start}embed_proj.2.weight"] = 3 * random(vocabulary, rank)
+    if kind == "dspark" and known["markov_rank"]:
         rank = known["markov_rank"]
         tensors["markov_head.markov_w1.weight"] = 3 * random(vocabulary, rank)
         tensors["markov_head.markov_w2.weight"] = 3 * random(scored, rank)
@@ -110,6 +144,9 @@ def relative_tensors(config: dict[str, Any], name: str, seed: int = 0) -> dict[s
         if known.get("markov_head_type") == "gated":
             tensors["markov_head.gate_proj.weight"] = random(rank, hidden + rank)
             tensors["markov_head.gate_proj.bias"] = random(rank)
+        if known.get("markov_head_type") == "rnn":
+            tensors["markov_head.joint_proj.weight"] = random(3 * rank, hidden + 2 * rank)
+            tensors["markov_head.joint_proj.bias"] = random(3 * rank)
     if scored != vocabulary:
         tensors["lm_head.weight"] = random(scored, hidden)
         tensors |= draft_vocabulary(vocabulary, scored, generator)
@@ -141,3 +178,27 @@ def pair_score(weights: dict[str, Tensor], hidden: Tensor, previous: int, token:
         gate = weights["markov_head.gate_proj.weight"] @ torch.cat([hidden, before])
         before = before * torch.sigmoid(gate + weights["markov_head.gate_proj.bias"])
     return before @ weights["markov_head.markov_w2.weight"][token]
+
+
+def path_score(weights: dict[str, Tensor], hidden: Tensor, path: list[int], table: Tensor, first: int) -> Any:
+    """What a relative adds to the logits [M] after a path of tokens, the root first, by a block's hidden states [d, H].
+
+    Domino's code adds nothing to the `first` tokens' logits; `table` [V, H] are the target's embeddings.
+    """
+    named = {name.removeprefix("logit_head."): weight for name, weight in weights.items()}
+    if "prefix_gru.weight_hh_l0" in named:
+        state = torch.zeros(named["prefix_gru.weight_hh_l0"].shape[1], dtype=torch.float64)
+        for token in path:
+            read = (named["prefix_gru.weight_ih_l0"] @ table[token]).chunk(3)
+            kept = (named["prefix_gru.weight_hh_l0"] @ state).chunk(3)
+            reset, update = (torch.sigmoid(read[gate] + kept[gate]) for gate in (0, 1))
+            state = (1 - update) * torch.tanh(read[2] + reset * kept[2]) + update * state
+        known = named["embed_proj.0.weight"] @ torch.cat([hidden[len(path) - 1], state])
+        return 0.0 if len(path) <= first else named["embed_proj.2.weight"] @ torch.nn.functional.silu(known)
+    state = torch.zeros(named["markov_head.markov_w1.weight"].shape[1], dtype=torch.float64)
+    for place, token in enumerate(path):
+        known = torch.cat([state, named["markov_head.markov_w1.weight"][token], hidden[place]])
+        known = named["markov_head.joint_proj.weight"] @ known + named["markov_head.joint_proj.bias"]
+        gate, new, output = known.chunk(3)
+        state = torch.sigmoid(gate) * state + (1 - torch.sigmoid(gate)) * torch.tanh(new)
+    return named["markov_head.markov_w2.weight"] @ torch.tanh(output)

@@ -20,10 +20,18 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.drafters.base import Proposal, Verified, pair_scores
+from hf_dart.drafters.base import Proposal, Score, Verified, pair_scores
 from hf_dart.drafters.base_config import told_of
+from hf_dart.drafters.beams import BeamProposal, draft_beam
 from hf_dart.drafters.dflash.configuration import DFlashConfig
-from hf_dart.drafters.dflash.modeling import DFlashLayer, MarkovSelector, PairSelector
+from hf_dart.drafters.dflash.modeling import (
+    DFlashLayer,
+    DominoSelector,
+    MarkovSelector,
+    PairSelector,
+    PathSelector,
+    RecurrentMarkovSelector,
+)
 from hf_dart.drafters.layers import memory, rotation_by
 from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
@@ -35,6 +43,7 @@ from hf_dart.interop.dflash import dflash_format, read_dflash
 from hf_dart.interop.weights import read_weights, renamed, vocabulary_maps
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import tokenizer_beside
+from hf_dart.trees.vocabulary import spread
 
 # Rows per token of the draft vocabulary.
 _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor_codebook"}
@@ -42,17 +51,19 @@ _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor
 
 @register("dflash", config=DFlashConfig, card=card_texts.DFLASH, reads=dflash_format)
 class DFlashDrafter(TrainedDrafter):
-    """A published DFlash drafter (arXiv 2602.06036) or a variant of it: DFlash2, DSpark, JetSpec.
+    """A published DFlash drafter (arXiv 2602.06036) or a variant of it: DFlash2, DSpark, Domino, JetSpec.
 
     `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)` loads one. It drafts block_size - 1
     tokens in one pass (DSpark: block_size), as a chain or a tree (`tree_config`).
 
     Attributes:
         shape: what the published config.json says.
+        beam: W, number of different tokens per depth after which a Domino head drafts; 1 drafts a chain.
     """
 
     described_as = "DFlash drafter"
     reads_rows = True
+    beam = 4
     layers: Any
 
     def __init__(self, config: DFlashConfig) -> None:
@@ -65,11 +76,17 @@ class DFlashDrafter(TrainedDrafter):
         self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         scored = given.draft_vocab_size
         self.lm_head = None if scored is None else nn.Linear(shape.hidden_size, scored, bias=False)
-        self.selector: PairSelector | MarkovSelector | None = None
+        self.selector: PairSelector | MarkovSelector | PathSelector | None = None
         if given.selector is not None:
             kind, rank = given.selector
             sizes = (shape.hidden_size, given.vocab_size, scored or given.vocab_size, rank)
-            self.selector = PairSelector(*sizes) if kind == "pairs" else MarkovSelector(*sizes, gated=kind == "gated")
+            if kind == "domino":
+                self.selector = DominoSelector(shape.hidden_size, given.vocab_size, rank, *given.domino)
+            elif kind == "rnn":
+                self.selector = RecurrentMarkovSelector(*sizes)
+            else:
+                pairs = kind == "pairs"
+                self.selector = PairSelector(*sizes) if pairs else MarkovSelector(*sizes, gated=kind == "gated")
         # No buffer: a change of dtype must not round them.
         with torch.device("cpu"):
             rotary = Qwen3RotaryEmbedding(shape)
@@ -96,8 +113,10 @@ class DFlashDrafter(TrainedDrafter):
         shape, files = drafter.shape, weight_files(path, **where)
         stored, own = weight_shapes(files, path), drafter.state_dict()
         names = {name: renamed(name, shape.names) for name in own}
-        # Codebooks are plain tensors in z-lab's files, and those of embeddings in what its code writes.
-        names |= {ours: f"{name}.weight" for ours, name in names.items() if f"{name}.weight" in stored}
+        # Codebooks are plain tensors in z-lab's files, and those of embeddings in what its code writes. Early files of
+        # SpecForge have one more name in front.
+        others = ((ours, other) for ours, name in names.items() for other in (f"{name}.weight", f"logit_head.{name}"))
+        names |= {ours: other for ours, other in others if other in stored}
         weights = read_weights(
             files,
             path,
@@ -176,6 +195,11 @@ class DFlashDrafter(TrainedDrafter):
     def propose(
         self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
+        return self.propose_ranked(state, features, next_tokens, counts, depth, lambda _, logits: logits)
+
+    def propose_ranked(
+        self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
+    ) -> Proposal:
         self.extend(state, features, next_tokens, counts)
         depth = depth or self.draft_length
         # If no entry attends to later ones, a shorter draft is the beginning of the longer one.
@@ -183,19 +207,41 @@ class DFlashDrafter(TrainedDrafter):
         entries = depth + first if all(layer.causal for layer in self.layers) else self.shape.block_size
         last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]
         masked = next_tokens.new_full((len(next_tokens), entries - 1), self.shape.mask_token_id)
-        x = self.embed(torch.cat([next_tokens.gather(1, last), masked], dim=1))
+        roots = next_tokens.gather(1, last)
+        x = self.embed(torch.cat([roots, masked], dim=1))
         positions, slots, end = state.following(entries)
         rotation, slots_at = self.rotation(positions), torch.arange(end, device=positions.device)
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(end))
             x = layer(x, rotation, layer.sees(positions, slots_at), remember)
         hidden = self.norm(x)[:, first : depth + first]
-        return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
+        block = Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
+        selector = self.selector
+        return self._along_paths(block, roots, selector, score) if isinstance(selector, PathSelector) else block
+
+    def _along_paths(self, block: Proposal, roots: Tensor, selector: PathSelector, score: Score) -> Proposal:
+        """Draft a beam by what the tokens of each path add to a block's logits; roots are [B, 1]."""
+
+        def beside(states: Tensor, place: int) -> Tensor:
+            return block.hidden[:, place, None].expand(-1, states.shape[1], -1)
+
+        def read(tokens: Tensor, states: Tensor, place: int, sees: Tensor | None = None) -> Tensor:
+            return selector.read(states, tokens, self.embed(tokens), beside(states, place))
+
+        def log_chances(place: int, states: Tensor) -> Tensor:
+            logits = block.logits[:, place, None] + selector.added(states, beside(states, place), place)
+            logits = logits.expand(-1, states.shape[1], -1).float()
+            return spread(logits, self.draft_vocabulary, self.config.vocab_size).log_softmax(-1)
+
+        states = read(roots.to(block.hidden.device), block.hidden.new_zeros(len(roots), 1, selector.size), 0)
+        return draft_beam(states, log_chances, read, self.beam, block.logits.shape[1], score)
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
-        if self.selector is None:
-            return None
+        if isinstance(proposal, BeamProposal):
+            return proposal.transitions(candidates, scores)
         selector = self.selector
+        if selector is None or isinstance(selector, PathSelector):
+            return None
 
         def added(hidden: Tensor, logits: Tensor, in_front: Tensor, tokens: Tensor, columns: Tensor) -> Tensor:
             return selector(hidden, in_front, columns)

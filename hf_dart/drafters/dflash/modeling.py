@@ -1,7 +1,8 @@
 """Layers of a DFlash drafter, Qwen3's over a block and features, and selectors of its variants.
 
 A block's logits know each position, not each other. DFlash2 scores a token after another by the hidden state between
-them; DSpark (arXiv 2607.05147) by one low-rank matrix, which the hidden state may gate.
+them; DSpark (arXiv 2607.05147) by one low-rank matrix, which the hidden state may gate. Domino (arXiv 2605.29707) and
+DSpark's recurrent form score a token by all tokens of the block in front of it.
 """
 
 from __future__ import annotations
@@ -140,3 +141,58 @@ class MarkovSelector(nn.Module):
             wide = hidden[:, :, None].expand(-1, -1, phi.shape[2], -1)
             phi = phi * torch.sigmoid(self.gate_proj(torch.cat([wide, phi], dim=-1)))
         return phi @ self.markov_w2.weight[candidates].transpose(-1, -2)
+
+
+class PathSelector(nn.Module):
+    """What a block's tokens add to the logits of the next one, by states [B, W, S] that have read them in order."""
+
+    size: int
+    """S."""
+
+    def read(self, states: Tensor, tokens: Tensor, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        """Return states after tokens [B, W] with embeddings [B, W, H]; hidden states [B, W, H] draft the next ones."""
+        raise NotImplementedError
+
+    def added(self, states: Tensor, hidden: Tensor, place: int) -> Tensor | float:
+        """Return what is added to the logits [B, W, M] of the draft's token `place`, from 0."""
+        raise NotImplementedError
+
+
+class DominoSelector(PathSelector):
+    """Domino's: two layers over the state of a GRU, which reads embeddings, and the hidden state."""
+
+    def __init__(self, hidden_size: int, scored: int, size: int, rank: int, first: int) -> None:
+        super().__init__()
+        self.size, self.first = size, first  # the first tokens' logits stay as they are
+        shapes = {"weight_ih_l0": (3 * size, hidden_size), "weight_hh_l0": (3 * size, size)}  # as `nn.GRU` has them
+        self.prefix_gru = nn.ParameterDict({name: nn.Parameter(torch.empty(shape)) for name, shape in shapes.items()})
+        self.embed_proj = nn.Sequential(
+            nn.Linear(hidden_size + size, rank, bias=False), nn.SiLU(), nn.Linear(rank, scored, bias=False)
+        )
+
+    def read(self, states: Tensor, tokens: Tensor, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        weights = [self.prefix_gru[name] for name in ("weight_ih_l0", "weight_hh_l0")]
+        return torch.gru_cell(embeddings.flatten(0, 1), states.flatten(0, 1), *weights).view_as(states)
+
+    def added(self, states: Tensor, hidden: Tensor, place: int) -> Tensor | float:
+        return 0.0 if place < self.first else self.embed_proj(torch.cat([hidden, states], dim=-1))
+
+
+class RecurrentMarkovSelector(PathSelector):
+    """DSpark's recurrent form: a gated state, and an output [B, W, r] beside it that is scored as phi(a) is."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, scored: int, rank: int) -> None:
+        super().__init__()
+        self.size = 2 * rank
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, scored, bias=False)
+        self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
+
+    def read(self, states: Tensor, tokens: Tensor, embeddings: Tensor, hidden: Tensor) -> Tensor:
+        state = states.chunk(2, dim=-1)[0]
+        known = torch.cat([state, self.markov_w1(tokens), hidden], dim=-1)
+        gate, new, output = self.joint_proj(known).chunk(3, dim=-1)
+        return torch.cat([torch.lerp(new.tanh(), state, gate.sigmoid()), output], dim=-1)
+
+    def added(self, states: Tensor, hidden: Tensor, place: int) -> Tensor | float:
+        return self.markov_w2(states.chunk(2, dim=-1)[1].tanh())
