@@ -173,8 +173,11 @@ class SlotStore:
             self.storage[:, here, :, :count] = other.storage[:, there, :, :count]
 
     def take_over(self, index: int, states: Tensor, pads: list[int], slots: int) -> None:
-        """Copy entries [B, heads, n, head_dim], the last of `slots` with `pads` on the left, to their positions."""
-        buffer, kept = self.buffer(index), states.shape[2]
+        """Copy entries [B, heads, n, head_dim], the last of `slots` with `pads` on the left, to their positions.
+
+        The rest of the buffer is zeros.
+        """
+        buffer, kept = self.buffer(index).zero_(), states.shape[2]
         for row, pad in enumerate(pads):
             start, end = max(slots - kept - pad, self.first), slots - pad
             buffer[row, :, start - self.first : end - self.first] = states[row, :, kept - (end - start) :]
@@ -306,13 +309,17 @@ class SlotCache:
         other.fixed, other.end = True, capacity
         return other
 
-    def add(self, spec: SlotSpec, buffers: int, window: int | None = None) -> SlotStore:
-        """Make a store of buffers of a shape, for layers that attend to `window` positions; None if all."""
+    def add(self, spec: SlotSpec, buffers: int, window: int | None = None, filled: bool = False) -> SlotStore:
+        """Make a store of buffers of a shape, for layers that attend to `window` positions; None if all.
+
+        Those that will be `filled` (`take_over`) take no memory of a CPU before.
+        """
         capacity, first = max(self.capacity, self.end), unseen_by(self.counted, window, SLACK)
         if window is not None:
             capacity = min(capacity, max(self.longest - first, window + SLACK) + SPARE)
         shape = (buffers, len(self.counted), spec.heads, capacity, spec.head_dim)
-        storage = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        make = torch.empty if filled else torch.zeros
+        storage = make(shape, dtype=spec.dtype, device=spec.device)
         self.stores.append(SlotStore(storage, self.most, window, first))
         return self.stores[-1]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotSpec, SlotStore, outgrows
+from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotSpec, outgrows
 from hf_dart.cache.states import FixedStates, RunningStates, StatefulCache, states_of
 from hf_dart.cache.stock_layers import (
     attention_layers,
@@ -64,30 +64,27 @@ class TargetCache:
         if any(map(keeps_states, prefilled.layers)):
             self.states = RunningStates(states_of(prefilled))
             self.cache = StatefulCache(layers, prefilled, self.states)
-        if not keep:  # static layers may be reused by their owner
-            for layer in attention_layers(prefilled) if attends else ():
-                if isinstance(layer, DynamicLayer):
-                    layer.keys = layer.values = layer.keys.new_empty(0)
 
     def _take_over(self, pads: list[int], windows: Sequence[int | None] | None) -> list[Any]:
-        """Copy the prompt's entries, and return the layers that show them."""
+        """Move the prompt's entries, layer by layer, and return the layers that show them."""
         stock = attention_layers(self.stock)
-        groups: dict[tuple[SlotSpec, int | None], list[Tensor]] = {}
-        parts = []
-        for layer, window in zip(stock, windows or [None] * len(stock), strict=True):
-            for states in held_by(layer):
-                kind = SlotSpec.of(states), self._window(layer, window)
-                group = groups.setdefault(kind, [])
-                parts.append((kind, len(group)))
-                group.append(states)
-        stores: dict[Any, SlotStore] = {}
-        for kind, group in groups.items():
-            stores[kind] = self.entries.add(kind[0], len(group), kind[1])
-            for index, states in enumerate(group):
-                stores[kind].take_over(index, states, pads, self._prompt_slots)
-        layers, made = list(self.stock.layers), [(stores[kind], index) for kind, index in parts]
+        kinds = [
+            (SlotSpec.of(states), self._window(layer, window))
+            for layer, window in zip(stock, windows or [None] * len(stock), strict=True)
+            for states in held_by(layer)
+        ]
+        stores = {
+            kind: self.entries.add(kind[0], kinds.count(kind), kind[1], filled=True) for kind in dict.fromkeys(kinds)
+        }
+        parts = [(stores[kind], kinds[:number].count(kind)) for number, kind in enumerate(kinds)]
+        layers = list(self.stock.layers)
         for order, place in enumerate(attention_places(self.stock)):
-            layers[place] = SlotLayer(self.entries, made[2 * order : 2 * order + 2])
+            layer, own = stock[order], parts[2 * order : 2 * order + 2]
+            for (store, index), states in zip(own, held_by(layer), strict=True):
+                store.take_over(index, states, pads, self._prompt_slots)
+            layers[place] = SlotLayer(self.entries, own)
+            if not self._keep_stock and isinstance(layer, DynamicLayer):  # static ones may be reused by their owner
+                layer.keys = layer.values = layer.keys.new_empty(0)
         return layers
 
     def _window(self, layer: Any, window: int | None) -> int | None:

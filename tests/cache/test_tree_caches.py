@@ -191,15 +191,24 @@ def test_buffers_grow_no_larger_than_the_call(tokens: int, monkeypatch: pytest.M
     assert sum(before != after for before, after in sizes) == (tokens > 512)
 
 
-def test_a_call_without_a_kept_cache_frees_the_prefill() -> None:
-    """Without a caller who wants the cache, keys and values are held once."""
-    target = tiny_target("llama")
-    prefilled = prefill(target, prompts([12]))
-    TargetCache(prefilled, [0], 64, keep=False)
-    assert all(layer.keys.numel() == 0 for layer in prefilled.layers)
-    prefilled = prefill(target, prompts([12]))
-    TargetCache(prefilled, [0], 64, keep=True)
-    assert all(layer.keys.shape[2] == 12 for layer in prefilled.layers)
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_prefill_is_freed_layer_by_layer(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a caller who wants the cache, keys and values are held once, and those of one layer twice at a time."""
+    cache = prefill(tiny_target("gemma3"), prompts([12]))
+    left, take_over = [], SlotStore.take_over
+
+    def held() -> list[int]:
+        return [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
+
+    def note(*given: Any) -> None:
+        left.append(sum(held()))
+        take_over(*given)
+
+    before = held()
+    monkeypatch.setattr(SlotStore, "take_over", note)
+    TargetCache(cache, [0], 20, keep)
+    assert left[::2] == [sum(before if keep else before[place:]) for place in range(len(before))]
+    assert held() == (before if keep else [0] * len(before))
 
 
 @pytest.mark.parametrize("lengths", [[7], [9, 3, 60]])
