@@ -68,11 +68,19 @@ def test_forgotten_windows_show_in_low_precision_and_chunks_are_none(monkeypatch
         check_verification(tiny_target("llama4"))
 
 
+NAMED = {
+    "recurrent_gemma": "keeps running states in its modules", "deepseek_v32": "has an indexer", "axk2": "has an indexer",
+    "minimax_m3_sparse": "has a MiniMaxM3VLSparseCacheLayer", "deepseek_v4": "has a DeepseekV4HCACache",
+    "bloom": "BloomForCausalLM cannot run a token tree", "falcon_alibi": "FalconForCausalLM cannot run a token tree",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("family", REFUSED)
 def test_refused_families(family: str) -> None:
     target = tiny_target(family, "eager")
-    with pytest.raises(ValueError, match=r"^[^.]*(\.[^ ][^.]*)*call generate without assistant=\.$"):
+    with pytest.raises(ValueError, match=r"^[^.]*(\.[^ ][^.]*)*call generate without assistant=\.$") as told:
         attach(target)
+    assert NAMED.get(family, "computes something else for a token tree than stock does token by token") in str(told.value)
     assert "generate" not in vars(target)
     with pytest.raises(ValueError, match=r"call generate without assistant=\.$"):
         tiny_head(target)

@@ -185,7 +185,21 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Indexers choose the entries that a token attends to; the cache holds their keys, too.
     "deepseek_v32": _rotary("deepseek_v32", _LATENT, index_topk=256, index_head_dim=16, index_n_heads=2),
-    # Windows and biases that follow slots instead of positions.
+    "axk2": _rotary("axk2", _LATENT, index_topk=256, index_head_dim=16, index_n_heads=2),
+    "minimax_m3_sparse": _rotary(
+        "minimax_m3_vl_text", _EXPERTS, layer_types=["full_attention", "minimax_m3_sparse"], index_n_heads=2,
+        index_head_dim=8, index_block_size=4, index_topk_blocks=2, dense_intermediate_size=48,
+        shared_intermediate_size=48, rotary_dim=8,
+    ),
+    # Layers of the cache keep a summary of many tokens.
+    "deepseek_v4": _rotary(
+        "deepseek_v4", _ROUTED, _SLIDING, q_lora_rank=8, o_groups=4, o_lora_rank=8, index_topk=256, index_head_dim=8,
+        index_n_heads=2, layer_types=["heavily_compressed_attention", "compressed_sparse_attention"],
+        mlp_layer_types=["moe"] * 2, num_nextn_predict_layers=0,
+    ),
+    # Windows, biases and positions that follow slots.
+    "inkling": _rotary("inkling_text", _ROUTED, swa_head_dim=8, swa_num_attention_heads=4, swa_num_key_value_heads=2),
+    "roformer": ("roformer", {**SIZES, "is_decoder": True}),
     "gpt_neo": ("gpt_neo", _NEO),
     "bloom": ("bloom", {**_TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "mpt": ("mpt", {**_TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),

@@ -176,9 +176,6 @@ def table() -> Iterator[str]:
     yield "Single calls are refused where rotary frequencies would change on"
     yield "the way, and where a text reaches a length at which the model no longer follows positions (Llama 4's"
     yield "tempered attention after 8192 slots): `tests/models/test_trial.py`."
-    yield ""
-    yield "Indexers of few heads (DeepSeek V3.2 and kin) give many entries a score of exactly 0, and among equal ones"
-    yield "choose by slots: texts longer than what they choose are refused where there are less than 32 heads."
 
 
 if __name__ == "__main__":
