@@ -38,10 +38,6 @@ _REQUESTS = ("question", "instruction", "problem", "article", "document")
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # SPEED-Bench on the Hub, where a source may not be copied
 
 
-class _Broken(str):
-    """Sentence on a row that cannot be read, in its place."""
-
-
 def open_suite(
     name: str,
     tokenizer: Any,
@@ -95,6 +91,7 @@ def open_suite(
 
 
 def _rows(name: str) -> Iterator[Any]:
+    """Yield the rows of a suite; an error in place of one that cannot be read."""
     named, _, place = name.partition("=")
     place = (place or NAMED[named]) if named in NAMED else name
     if not place:
@@ -106,7 +103,7 @@ def _rows(name: str) -> Iterator[Any]:
                 if line.strip():
                     yield json.loads(line)
             except (ValueError, RecursionError) as error:
-                yield _Broken(f"Line {number} is not JSON ({sentence(error)}); fix it.")
+                yield UserError(f"Line {number} is not JSON ({sentence(error)}); fix it.")
         return
     from hf_dart.training.data.documents import open_source
 
@@ -120,7 +117,7 @@ def _prompts(row: Any, name: str, tokenizer: Any, answer: Answer | None, flags: 
     field = next((one for one in known if isinstance(row, dict) and row.get(one) is not None), None)
     if field is None:
         has_none = f"It has none of the fields {', '.join(known)}; name one of them so."
-        raise UserError(row if isinstance(row, _Broken) else has_none)
+        raise row if isinstance(row, UserError) else UserError(has_none)
     said, whole = row[field], field in _CONVERSATIONS
     asks = name.partition("=")[0] in NAMED.keys() - {"humaneval"}  # MBPP asks for what is in `text`
     if field in _TEXTS and isinstance(said, str) and not asks:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.ngrams import by_hand, unpacked
 from support.sentences import assert_command_says
+from support.tiny_training import largest_file
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -91,13 +91,9 @@ def test_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_full_disk_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No file may grow: writing fails as it does on a full disk, which NumPy's own `tofile` does not say."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
+    """Which NumPy's own `tofile` does not say."""
+    with largest_file(4096):
         assert main(["ngram", "build", str(tmp_path / "table"), "--text", __file__]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "File too large" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
     with pytest.raises(UserError, match=r"^The disk is full; make room"), as_user_error():
