@@ -51,10 +51,8 @@ class DFlashShape:
             if q - k <= reach (and k - q <= reach), None for everything.
         anchor_predicts: entry i of a block predicts the token after its own position, so that a block drafts one more.
         convolution: taps and group size of the convolutions of each layer (`BlockConvolution`); or None.
-        selector: what scores pairs of tokens, "pairs" (`PairSelector`), "markov" (`MarkovSelector`) or "gated" (the
-            same with a gate), or paths of them, "rnn" (`RecurrentMarkovSelector`) or "domino" (`DominoSelector`), and
-            its rank; None for none.
-        domino: further sizes of a `DominoSelector`: its second rank, and how many tokens it adds nothing to.
+        selector: what scores pairs of tokens, "pairs" or "markov", or paths of them, "rnn" or "domino"
+            (`drafters.dflash.modeling.SELECTORS`), and what that class takes beside the shape; None for none.
         draft_vocab_size: M, how many tokens an LM head of the drafter's own scores; None for the target's LM head.
         logit_scale, logit_cap: factor on the target's logits, then the bound c of c tanh(x / c).
         names: renamings (`hf_dart.interop.weights.renamed`) of our tensors to those of this format.
@@ -75,8 +73,7 @@ class DFlashShape:
     reach_of_block: bool = False  # all entries of a block attend as far back as the first one, and to all of the block
     anchor_predicts: bool = False
     convolution: tuple[int, int] | None = None
-    selector: tuple[str, int] | None = None
-    domino: tuple[int, int] = (0, 0)
+    selector: tuple[Any, ...] | None = None
     draft_vocab_size: int | None = None
     before_norm: bool = False  # the last of the target's `hidden_states` is meant as it is before the final norm
 
@@ -211,14 +208,14 @@ def _block(kind: str, fields: Fields, backbone: Qwen3Config, vocab_size: int) ->
             fields.given(name)
         return {
             **known,
-            "selector": ("markov" if head == "vanilla" else head, rank) if rank else None,
+            "selector": (("rnn", rank) if head == "rnn" else ("markov", rank, head == "gated")) if rank else None,
             "names": {r"^selector\.": "markov_head."},
             "ignored": ("confidence_head.", "logit_head.confidence_head.", "embed_tokens.", "lm_head.", "rotary_emb."),
         }
     if kind == "domino":
-        size, rank = (fields.integer(name, 1, 2**14) for name in _DOMINO[:2])
-        first = fields.integer("pure_draft_prefix_len", 0, known["block_size"], 0)
-        return {**known, "selector": ("domino", size), "domino": (rank, first), "names": {r"^selector\.": ""}}
+        sizes = (fields.integer(name, 1, 2**14) for name in _DOMINO[:2])
+        first = fields.integer(_DOMINO[2], 0, known["block_size"], 0)
+        return {**known, "selector": ("domino", *sizes, first), "names": {r"^selector\.": ""}}
     return known
 
 

@@ -24,14 +24,7 @@ from hf_dart.drafters.base import Proposal, Score, Verified, pair_scores
 from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.beams import BeamProposal, draft_beam
 from hf_dart.drafters.dflash.configuration import DFlashConfig
-from hf_dart.drafters.dflash.modeling import (
-    DFlashLayer,
-    DominoSelector,
-    MarkovSelector,
-    PairSelector,
-    PathSelector,
-    RecurrentMarkovSelector,
-)
+from hf_dart.drafters.dflash.modeling import SELECTORS, DFlashLayer, PathSelector
 from hf_dart.drafters.layers import memory, rotation_by
 from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
@@ -76,17 +69,10 @@ class DFlashDrafter(TrainedDrafter):
         self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         scored = given.draft_vocab_size
         self.lm_head = None if scored is None else nn.Linear(shape.hidden_size, scored, bias=False)
-        self.selector: PairSelector | MarkovSelector | PathSelector | None = None
+        self.selector = None
         if given.selector is not None:
-            kind, rank = given.selector
-            sizes = (shape.hidden_size, given.vocab_size, scored or given.vocab_size, rank)
-            if kind == "domino":
-                self.selector = DominoSelector(shape.hidden_size, given.vocab_size, rank, *given.domino)
-            elif kind == "rnn":
-                self.selector = RecurrentMarkovSelector(*sizes)
-            else:
-                pairs = kind == "pairs"
-                self.selector = PairSelector(*sizes) if pairs else MarkovSelector(*sizes, gated=kind == "gated")
+            kind, *more = given.selector
+            self.selector = SELECTORS[kind](shape.hidden_size, given.vocab_size, scored or given.vocab_size, *more)
         # No buffer: a change of dtype must not round them.
         with torch.device("cpu"):
             rotary = Qwen3RotaryEmbedding(shape)

@@ -161,7 +161,7 @@ class PathSelector(nn.Module):
 class DominoSelector(PathSelector):
     """Domino's: two layers over the state of a GRU, which reads embeddings, and the hidden state."""
 
-    def __init__(self, hidden_size: int, scored: int, size: int, rank: int, first: int) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int, scored: int, size: int, rank: int, first: int) -> None:
         super().__init__()
         self.size, self.first = size, first  # the first tokens' logits stay as they are
         shapes = {"weight_ih_l0": (3 * size, hidden_size), "weight_hh_l0": (3 * size, size)}  # as `nn.GRU` has them
@@ -196,3 +196,9 @@ class RecurrentMarkovSelector(PathSelector):
 
     def added(self, states: Tensor, hidden: Tensor, place: int) -> Tensor | float:
         return self.markov_w2(states.chunk(2, dim=-1)[1].tanh())
+
+
+SELECTORS: dict[str, Callable[..., PairSelector | MarkovSelector | PathSelector]] = {
+    "pairs": PairSelector, "markov": MarkovSelector, "rnn": RecurrentMarkovSelector, "domino": DominoSelector,
+}  # fmt: skip
+"""Classes by `DFlashShape.selector`."""
