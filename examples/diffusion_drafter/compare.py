@@ -14,7 +14,6 @@ import argparse
 import copy
 import json
 import math
-import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -31,7 +30,7 @@ from hf_dart.bench.exact import run
 from hf_dart.bench.speed import MODES, pad_left
 from hf_dart.bench.suites import cut_prompts, texts
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.machine import circumstances
 
 BEGIN, END = "<!-- tables: begin. Written by compare.py from compare.json. -->", "<!-- tables: end -->"
 # Folder, name in the tables, reverse steps and length of its chains.
@@ -260,9 +259,7 @@ def compare(runs: Path, settings: argparse.Namespace) -> dict[str, Any]:
         print(f"{mode}: done", file=sys.stderr, flush=True)
     names = ("prompts", "new_tokens", "repeats", "threads", "modes", "lm_lengths")
     return {
-        "command": shlex.join(["python", *sys.argv]),
-        "versions": versions(),
-        "hardware": hardware(target.device),
+        **circumstances(["python", *sys.argv], target.device),
         "settings": {name: getattr(settings, name) for name in names},
         "parameters": parameters(methods),
         "results": results,

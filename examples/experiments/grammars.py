@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from xgrammar.contrib.hf import LogitsProcessor
 
 from hf_dart import LookupDrafter
 from hf_dart.bench.pair import load_pair
+from hf_dart.hub.machine import circumstances
 
 TEXT = {"type": "string", "maxLength": 12}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}
@@ -75,8 +77,8 @@ def main() -> None:
     if head.draft_length:
         methods["head and forced"] = (head, LogitsProcessor)
 
-    found = []
-    print("| whitespace | mode | method | x stock | τ | tokens |\n|" + "---|" * 6)
+    table = ["| whitespace | mode | method | x stock | τ | tokens |", "|" + "---|" * 6]
+    print(*table, sep="\n")
     for free in (False, True):
         compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=free)
         for mode, options in MODES.items():
@@ -95,18 +97,14 @@ def main() -> None:
                         raise SystemExit(f"{name}: another text than stock's.")
             for name, (assistant, _) in methods.items():
                 ratio = statistics.median(a / b for a, b in zip(seconds["stock"], seconds[name], strict=True))
-                row = {
-                    "whitespace": "free" if free else "none",
-                    "mode": mode,
-                    "method": name,
-                    "x stock": round(ratio, 2),
-                    "τ": round(assistant.last_stats.tau, 2) if assistant else 1.0,
-                    "tokens": written.shape[1] - inputs["input_ids"].shape[1],
-                }
-                found.append(row)
-                print("|", " | ".join(map(str, row.values())), "|", flush=True)
+                tau = assistant.last_stats.tau if assistant else 1.0
+                tokens = written.shape[1] - inputs["input_ids"].shape[1]
+                whitespace = "free" if free else "none"
+                table.append(f"| {whitespace} | {mode} | {name} | {ratio:.2f} | {tau:.2f} | {tokens} |")
+                print(table[-1], flush=True)
     if given.json:
-        given.json.write_text(json.dumps({"torch": torch.__version__, "results": found}, indent=2) + "\n")
+        about = circumstances(["python", *sys.argv], model.device, ("xgrammar",))
+        given.json.write_text(json.dumps({**about, "markdown": "\n".join(table)}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

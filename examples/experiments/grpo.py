@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
 import warnings
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from trl import GRPOConfig, GRPOTrainer
 from hf_dart import Learner, SuffixStore, attach
 from hf_dart.bench import exact
 from hf_dart.bench.pair import Pair, load_pair
-from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.machine import circumstances
 from hf_dart.learning.trl import DrafterCallback
 
 DEEP = Path(__file__).parents[1] / "deep_pair"
@@ -184,7 +184,7 @@ def main() -> None:
     else:
         runs = {way: train(way, given) for way in WAYS}
         found = {way: compared(run, runs["undrafted"]) for way, run in runs.items() if way != "undrafted"}
-    found |= {"hardware": hardware(torch.device("cpu")), "versions": {**versions(), "trl": version("trl")}}
+    found |= circumstances(["python", *sys.argv], torch.device("cpu"), ("trl",))
     print(json.dumps(found, indent=1))
     if given.json is not None:
         kept = json.loads(given.json.read_text()) if given.json.exists() else {}

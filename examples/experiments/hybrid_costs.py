@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from hf_dart.bench import profiling
 from hf_dart.bench.pair import Pair
 from hf_dart.cache.states import states_of
 from hf_dart.drafters.base import Proposal
-from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.machine import circumstances
 from hf_dart.hub.tables import markdown
 from hf_dart.models.stock_steps import CACHE
 
@@ -126,7 +127,7 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     targets = {name: measured(name, asked.rounds, asked.repeats) for name in TARGETS}
-    about = {"hardware": hardware(torch.device("cpu")), "threads": 1, "dtype": "float32", "versions": versions()}
+    about = {**circumstances(["python", *sys.argv], torch.device("cpu")), "dtype": "float32"}
     asked.json.write_text(json.dumps({**about, "targets": targets}, indent=1) + "\n")
     print("\n".join(table(json.loads(asked.json.read_text()))))
 

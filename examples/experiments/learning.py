@@ -18,6 +18,7 @@ import argparse
 import copy
 import json
 import random
+import sys
 import sysconfig
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ from hf_dart import DartHead, Learner, TreeConfig, attach
 from hf_dart.bench.pair import load_pair
 from hf_dart.cli.demo_learning import TREE, fine_tune, header_tokens
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.machine import circumstances
 
 TEMPERATURES = (1.0, 0.7)
 PROMPT, HELD = 64, 16  # tokens of a prompt; texts that tau is measured on
@@ -116,11 +117,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file of figures by kind, in which this kind is replaced")
     arguments = parser.parse_args()
     found = measured(arguments.kind, arguments)
-    found |= {"threads": torch.get_num_threads(), "hardware": hardware(torch.device("cpu")), "versions": versions()}
+    found |= circumstances(["python", *sys.argv], torch.device("cpu"))
     print(json.dumps(found, indent=1))
     if arguments.json is not None:
         kept = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        arguments.json.write_text(json.dumps({**kept, found["kind"]: found}, indent=1) + "\n")
+        kept |= {"date": found["date"], found["kind"]: found}
+        arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ import hf_dart
 from hf_dart.bench.exact import run, timed
 from hf_dart.bench.speed import in_turn
 from hf_dart.cli.common import check_file, json_option, positive, say, set_threads, show, sizes, write_json
-from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.machine import circumstances
 from hf_dart.hub.tables import STOCK, markdown
 from hf_dart.models.stock_steps import CACHE
 
@@ -91,8 +91,7 @@ class Bench:
         context = words.prompt_tokens + words.new_tokens // 2
         self.report: dict[str, Any] = {
             "settings": {name: value for name, value in vars(words).items() if name != "json"},
-            "versions": versions(),
-            "hardware": hardware(self._device),
+            **circumstances(["python", *sys.argv], self._device),
             "memory_bytes_per_second": memory_speed(self._device),
             "forward_bytes": forward_bytes(self._target, words.batch, context),
         }

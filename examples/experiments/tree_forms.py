@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -23,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextConfig
 
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub.machine import circumstances
 from hf_dart.hub.tables import markdown
 from hf_dart.models.running_states.tree_forward import Mixer
 from hf_dart.models.stock_steps import StockSteps
@@ -131,7 +132,7 @@ def main() -> None:
         return
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    found = {"hardware": hardware(torch.device("cpu")), "threads": 1, "dtype": "float32", "versions": versions()}
+    found = {**circumstances(["python", *sys.argv], torch.device("cpu")), "dtype": "float32"}
     found["rounds"] = measured(asked.rounds)
     asked.json.parent.mkdir(exist_ok=True)
     asked.json.write_text(json.dumps(found, indent=1) + "\n")

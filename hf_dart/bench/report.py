@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
 from statistics import median
 from typing import Any
-
-import torch
 
 from hf_dart.bench.exact import repeated_4grams
 from hf_dart.bench.pair import Pair, thinking_of
 from hf_dart.bench.speed import Measurement
-from hf_dart.hub.machine import hardware, versions
+from hf_dart.hub import machine
 from hf_dart.hub.tables import STOCK
 from hf_dart.models.tokenizers import template_hash
 
@@ -24,13 +20,9 @@ def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) 
     """All that a figure of a pair depends on: versions, hardware, dtype, template, text, settings, the head's trees."""
     template = getattr(pair.tokenizer, "chat_template", None)
     return {
-        "date": date.today().isoformat(),
-        "command": shlex.join(command),
-        "versions": versions(),
-        "hardware": hardware(pair.model.device),
+        **machine.circumstances(command, pair.model.device),
         "device": pair.model.device.type,
         "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "dtype": str(pair.model.dtype).removeprefix("torch."),
         "target": pair.target_name,
         "target_parameters": sum(p.numel() for p in pair.model.parameters()),

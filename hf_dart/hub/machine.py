@@ -1,11 +1,14 @@
-"""Versions and hardware that a figure or a head was made with."""
+"""Versions, hardware and command that a figure or a head was made with."""
 
 from __future__ import annotations
 
 import platform
+import shlex
 from collections.abc import Sequence
+from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -29,3 +32,14 @@ def hardware(device: torch.device) -> str:
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def circumstances(command: Sequence[str], device: torch.device, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Date, command, versions (those of more `packages`, too), hardware and threads of a measurement."""
+    return {
+        "date": date.today().isoformat(),
+        "command": shlex.join(command),
+        "versions": versions(("torch", "transformers", *packages)),
+        "hardware": hardware(device),
+        "threads": torch.get_num_threads(),
+    }
