@@ -27,11 +27,13 @@ class Segment:
     """Consecutive verified positions of one text.
 
     Attributes:
+        begun: [n] bool, the positions that rounds began after.
         best: logits and tokens [n, k] of the target's best k, not of a prompt; empty where the features determine them.
     """
 
     features: Tensor  # [n, F] of the target, as the drafter reads them
     next_tokens: Tensor  # [n] the token after each position
+    begun: Tensor
     temperature: float  # that the text was sampled with; 0 for greedy search
     prompt: int = 0  # how many of the positions, at the beginning, are of a prompt
     best: tuple[Tensor, ...] = ()
@@ -42,7 +44,7 @@ class Segment:
     @property
     def bytes(self) -> int:
         """Memory that it takes."""
-        return sum(part.nbytes for part in (self.features, self.next_tokens, *self.best))
+        return sum(part.nbytes for part in (self.features, self.next_tokens, self.begun, *self.best))
 
 
 class Ring:
@@ -148,7 +150,8 @@ class Recorder:
             self._rows = [[] for _ in counts]
             self._prompt = counts if logits is None else [0] * len(counts)
         for row, count in enumerate(counts):
-            self._rows[row].append([part[row, :count] for part in (*seen[:2], *best)])
+            last = (torch.arange(count) == count - 1) & (logits is not None)
+            self._rows[row].append([last, *(part[row, :count] for part in (*seen[:2], *best))])
         self._width += seen.next_tokens.shape[1]
         if self._width >= SEGMENT:
             self._close()
@@ -163,8 +166,9 @@ class Recorder:
         with torch.inference_mode(False):  # tensors made in inference mode could not be trained on
             for chunks, own in zip(rows, self._prompt, strict=False):
                 # A prompt's chunk was made before it was known whether logits are to be kept.
-                features, tokens, *best = (torch.cat(part) for part in zip(*chunks, strict=False))
-                self._learner.keep(Segment(features, tokens, temperature, own, () if self._determined else (*best,)))
+                begun, features, tokens, *best = (torch.cat(part) for part in zip(*chunks, strict=False))
+                best = [] if self._determined else best
+                self._learner.keep(Segment(features, tokens, begun, temperature, own, (*best,)))
 
 
 def determined(target: Any, drafter: Any, seen: Verified, logits: Tensor) -> bool:

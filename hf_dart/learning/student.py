@@ -24,6 +24,7 @@ from hf_dart.training.trainers.drafts import as_columns, places_and_labels
 PASSES: dict[type, Callable[..., Tensor]] = {DartHead: head_states, EagleDrafter: eagle_states}
 """The training pass of each kind of drafter that learns."""
 SEGMENTS, BLOCKS = 4, 8  # texts in a step, and blocks that begin in each
+_ANYWHERE = 0.5  # share of the segments in which drafts begin anywhere
 _WARMUP = 10  # steps
 _LOGITS = 2**23  # numbers that are held at once
 _IMPOSSIBLE = -1e4  # a logit of no weight
@@ -73,17 +74,19 @@ class Student:
         self._copy(self.learnt if learnt else self.frozen, self.head)
 
     def step(self, segments: Sequence[Segment], rate: float) -> float:
-        """Take one step of AdamW on blocks drawn from some segments; return their mean loss, in nats.
+        """Take one step of AdamW on drafts of some segments; return their mean loss, in nats.
 
-        Nothing is learnt if that is not finite.
+        In half of the segments the drafts are those that rounds began with, after drafts that had failed: they are
+        harder than others (as in Draft-OPD, arXiv 2605.29343). Nothing is learnt if the loss is not finite.
         """
         weights, batch = self._weights(self.learnt), self._batch(segments)
         if self._optimizer is None:
             # Steps are too small for 16 bits.
             self._masters = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in weights]
             self._optimizer = torch.optim.AdamW(self._masters, weight_decay=0.0)
-        wanted, depth = batch["loss_mask"], self.head.draft_length
-        batch["anchors"] = draw_anchors(batch["documents"], BLOCKS, depth, self.generator, wanted)
+        anywhere = torch.rand(len(segments), 1, generator=self.generator) < _ANYWHERE
+        wanted = batch["loss_mask"] & (batch["drafted"] | anywhere.to(self.head.device))
+        batch["anchors"] = draw_anchors(batch["documents"], BLOCKS, self.head.draft_length, self.generator, wanted)
         with torch.enable_grad(), torch.autocast(self.head.device.type, enabled=False):
             hidden, goals, labels = self._drafts(self.learnt, batch)
             loss = chunked(self._losses, hidden, *goals, labels, chunk_size=self._at_once(hidden)) / max(len(hidden), 1)
@@ -154,7 +157,7 @@ class Student:
         return torch.cat(accepted).float().cpu()
 
     def _batch(self, segments: Sequence[Segment]) -> dict[str, Any]:
-        """Rows [B, T] of segments: `features`, `input_ids`, `documents`, `loss_mask`, and `goals` for all positions."""
+        """Rows [B, T] of segments: features, ids, goals and so on of all positions; `drafted` is where drafts began."""
 
         def stacked(parts: Sequence[Any], fill: int = 0) -> Tensor:
             return pad_sequence([*parts], batch_first=True, padding_value=fill).to(self.head.device)
@@ -167,6 +170,7 @@ class Student:
             "input_ids": stacked(ids),
             "documents": stacked([torch.zeros_like(one) for one in ids], fill=-1),
             "loss_mask": stacked(known),
+            "drafted": nn.functional.pad(stacked([one.begun for one in segments]), (2, 0))[:, :-2],
             "goals": [stacked(part) for part in zip(*(one.best or (one.features,) for one in segments), strict=True)],
         }
 

@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,8 @@ def test_what_is_kept_is_what_the_target_says_of_the_text(target: Any, layers: s
     head, learner = tiny_head(target, feature_layers=LAYERS[layers]), Learner(share=0)
     learner.attach(head)
     lengths = [150, 140] if long else RAGGED
-    text = run(target, prompts(lengths), 0, **{**SAMPLED, "max_new_tokens": 140}, assistant=head).sequences
+    options = {**SAMPLED, "max_new_tokens": 140, "tree_config": TreeConfig(nodes=8)}  # all rounds are drafted
+    text = run(target, prompts(lengths), 0, **options, assistant=head).sequences
     assert head.last_stats.tau > 1.3
     student, segments = learner._student, [*learner._ring.fresh]
     assert len(segments) == 2 * len(lengths) if long else len(lengths)
@@ -236,6 +238,10 @@ def test_what_is_kept_is_what_the_target_says_of_the_text(target: Any, layers: s
         there = slice(at - 1, at - 1 + len(segment))
         torch.testing.assert_close(segment.features, wanted[there])
         assert (segment.prompt, segment.temperature) == (max(lengths[row] - at, 0), 1.0)
+        # Rounds began after the prompt, and after what each one before had committed.
+        starts = {*accumulate((tokens[row] for tokens in head.last_stats.committed), initial=lengths[row] - 1)}
+        begun = sorted(start for start in starts if at <= start + 1 < at + len(segment))
+        assert (segment.begun.nonzero()[:, 0] + at - 1).tolist() == begun
         logits = plain.logits[0, there]
         if layers == "determined":
             assert not segment.best
@@ -270,6 +276,25 @@ def test_comparisons_are_of_what_the_head_would_have_drafted(target: Any, head: 
     torch.testing.assert_close(found.tolist(), wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_drafts_are_learnt_where_rounds_began(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    learner = learning(target, head, share=0)
+    drawn: list[torch.Tensor] = []
+    drafts = Student._drafts
+
+    def watched(self: Student, model: Any, batch: dict[str, Any]) -> Any:
+        drawn.append(batch["anchors"])
+        return drafts(self, model, batch)
+
+    segments = [*learner._ring.fresh]
+    monkeypatch.setattr(Student, "_drafts", watched)
+    monkeypatch.setattr("hf_dart.learning.student._ANYWHERE", 0.0)
+    learner._student.step(segments, 1e-3)
+    for row, segment in zip(drawn[-1].tolist(), segments, strict=True):
+        anchors = {anchor for anchor in row if anchor >= 0}
+        assert anchors <= {*segment.begun.nonzero()[:, 0].tolist()}
+        assert len(anchors) > 2
+
+
 def test_memory_is_bounded_and_text_is_learnt_from_only_after_the_comparison(target: Any, head: DartHead) -> None:
     limit = 1024 * (3 * target.config.hidden_size + 1) * 8
     learner = learning(target, head, memory=limit, share=0)
@@ -290,9 +315,9 @@ def test_memory_is_bounded_and_text_is_learnt_from_only_after_the_comparison(tar
 
 def test_the_oldest_text_makes_room() -> None:
     """What was learnt from goes first."""
-    ring, held = Ring(3 * 64), []
+    ring, held = Ring(3 * 68), []
     for number in range(7):
-        ring.add(Segment(torch.zeros(4, 2), torch.full((4,), number), 0.0))
+        ring.add(Segment(torch.zeros(4, 2), torch.full((4,), number), torch.ones(4).bool(), 0.0))
         held.append([[int(one.next_tokens[0]) for one in part] for part in (ring.learnt, ring.fresh)])
         if number == 1:
             ring.take_fresh()
