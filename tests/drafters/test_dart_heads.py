@@ -259,23 +259,6 @@ def test_shares_the_targets_modules(target: Any) -> None:
     assert "assistant" not in target.state_dict()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_takes_the_targets_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    target = tiny_target("llama", dtype=dtype)
-    made = tiny_head(target)
-    made.save_pretrained(tmp_path)
-    loaded = DartHead.from_pretrained(str(tmp_path), target=target)
-    for head in (made, loaded):
-        assert {parameter.dtype for parameter in head.parameters()} == {dtype}
-        target.generate(**prompts([7]), **GREEDY, assistant=head)
-        assert head.last_stats is not None
-    other = tiny_target("llama", dtype=torch.bfloat16)
-    assert DartHead.from_pretrained(str(tmp_path), target=other).dtype == torch.bfloat16
-    exact = tiny_target("llama")
-    head = DartHead.from_pretrained(str(tmp_path), target=exact, dtype=torch.float32)
-    assert_identical(exact, head, prompts([7, 3, 5, 9]), do_sample=True, top_k=0, max_new_tokens=16)
-
-
 # ---- generators, devices ----------------------------------------------------------------------------------
 
 

@@ -23,6 +23,7 @@ from support.tiny import prompts, tiny_target
 from support.users import letters
 
 from hf_dart import DFlashDrafter, TreeConfig, load_drafter
+from hf_dart.trees.vocabulary import spread
 
 EXACT = tally("float64, DFlash and its relatives", least=1.3)
 
@@ -63,7 +64,7 @@ def test_logits_are_the_published_ones(deep: Any, tmp_path: Path, name: str) -> 
 
         def after(path: list[int]) -> torch.Tensor:
             scored = logits[len(path)] + path_score(weights, hidden, [root, *path], table, plain)
-            return drafter_tokens(drafter, scored.float()).log_softmax(-1)
+            return spread(scored.float(), drafter.draft_vocabulary, 48).log_softmax(-1)
 
         assert proposal.branches.shape[-1] == drafter.beam
         assert_beam(proposal, 0, after)
@@ -105,13 +106,6 @@ def test_draft_tokens_in_another_order(deep: Any, tmp_path: Path, name: str) -> 
         for order, change in files.items()
     )
     assert all(torch.equal(weight, one.state_dict()[key]) for key, weight in other.state_dict().items())
-
-
-def drafter_tokens(drafter: Any, logits: torch.Tensor) -> torch.Tensor:
-    """Logits [M] of the drafter's tokens as those of all [V]."""
-    if drafter.draft_vocabulary is None:
-        return logits
-    return torch.full((48,), -1e30).index_copy(0, drafter.draft_vocabulary, logits)
 
 
 @pytest.mark.parametrize("name", ["JetSpec", "DFlash2", "DSpark, gated", "speculators' DSpark", *PATHS])
