@@ -63,18 +63,13 @@ def read_tensors(
     dtypes = dtypes or {}
     found = {name: tensor for name, tensor in headers(files, path).items() if name not in ignored}
     if strange := found.keys() - shapes.keys():
-        raise ValueError(
-            f"The weights in {path} hold {min(strange)}, which a checkpoint of this kind does not have; give one "
-            "whose config.json and weights belong together."
-        )
+        raise ValueError(f"The weights in {path} hold {min(strange)} as well; give files that belong together.")
     if missing := shapes.keys() - found.keys() - set(optional):
         raise ValueError(f"The weights in {path} lack {min(missing)}; fetch them again, with their config.json.")
     for name, tensor in found.items():
         if tensor.shape != tuple(shapes[name]):
-            raise ValueError(
-                f"{name} in {path} has shape {list(tensor.shape)}, where its config.json asks for "
-                f"{list(shapes[name])}; give files that belong together."
-            )
+            has, asked = list(tensor.shape), list(shapes[name])
+            raise ValueError(f"{name} in {path} has shape {has}, and in config.json {asked}; give files that fit.")
         if tensor.dtype not in ([_DTYPES[dtypes[name]]] if name in dtypes else _FLOATS):
             raise ValueError(f"{name} in {path} is saved as {tensor.dtype}; fetch the weights in floating point.")
     try:

@@ -119,10 +119,7 @@ def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
         raise ValueError(f"{repository!r} is no repository ({sentence(error)}); give one such as user/name.") from error
     base = (optional_json(str(folder), ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
     if base is not None and (Path(base).is_absolute() or Path(base).is_dir()):
-        raise ValueError(
-            f"The head of this adapter is in {base}, which only this machine has; push that head too and write its id "
-            f"on the Hub into {ADAPTER_CONFIG} as base_model_name_or_path."
-        )
+        raise ValueError(f"The head of this adapter is in {base}; push that head too, and name it in {ADAPTER_CONFIG}.")
     facts = HeadFacts.read(folder, repository=repository, **known)
     if facts.base_model is None:
         _LOGGER.warning(

@@ -21,10 +21,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 def as_messages(turns: Any) -> list[Message]:
     """Messages with `role` and `content`, also of ShareGPT's `from` and `value`; fields without a value go."""
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise ValueError(
-            "These are no messages (dicts with 'role' and 'content'); name the field that holds them with "
-            "messages_field, or the text with text_field."
-        )
+        raise ValueError("These are no messages (dicts with 'role' and 'content'); name their field by messages_field.")
     messages = []
     for turn in turns:
         message = {name: value for name, value in turn.items() if value is not None}
@@ -43,10 +40,8 @@ def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> A
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program
         roles = " ".join(", ".join(dict.fromkeys(str(message["role"]) for message in messages)).split())
-        raise ValueError(
-            f"The chat template does not take a conversation with the roles {roles} ({sentence(error)}); leave such "
-            "conversations out or give another chat_template."
-        ) from error
+        why = f"{roles} ({sentence(error)})"
+        raise ValueError(f"The chat template takes no roles {why}; leave such out, or give a chat_template.") from error
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,6 @@ def as_message(tokenizer: Any, ends: set[int], prompt: list[int], ids: list[int]
     if not inside:
         return {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
     if tokenizer.response_template is None:
-        raise ValueError(
-            f"A reply holds the special token {tokenizer.convert_ids_to_tokens(inside[0])!r}, and the tokenizer "
-            "has no response_template that names its parts; give it one."
-        )
+        token = tokenizer.convert_ids_to_tokens(inside[0])
+        raise ValueError(f"A reply holds the special token {token!r}; give the tokenizer a response_template.")
     return {"role": "assistant", **tokenizer.parse_response(ids, prefix=prompt)}

@@ -196,8 +196,6 @@ class Teacher:
         except TypeError:  # no position_ids
             apart = False
         if not apart:
-            raise ValueError(
-                f"{type(self.target).__name__} does not keep packed documents apart by their positions; give "
-                "rows of one document each, as PackedTokens(..., share_rows=False) does."
-            )
+            name = type(self.target).__name__
+            raise ValueError(f"{name} mixes packed documents; give each a row, as PackedTokens(share_rows=False).")
         self._packing_checked = True

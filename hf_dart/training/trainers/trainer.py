@@ -88,10 +88,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         drafter.bind(target)
         if drafter.lm_head is not None and any(weight.requires_grad for weight in drafter.lm_head.parameters()):
             if args.loss_chunk:
-                raise ValueError(
-                    f"Losses in chunks train no LM head, and this {drafter.described_as} has one of its own; give "
-                    "loss_chunk=0, or leave it as it is with drafter.lm_head.requires_grad_(False)."
-                )
+                raise ValueError("Losses in chunks train no LM head; give loss_chunk=0, or freeze that of the drafter.")
             if args.ddp_find_unused_parameters is None:
                 # It is called outside the forward of DDP, which would consider it unused.
                 args.ddp_find_unused_parameters = False
@@ -99,10 +96,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         if args.n_gpu > 1 and places is not None and len(set(places.values())) > 1:
             args._n_gpu = 1  # the drafter trains on the first one; the target takes the others
         if args.n_gpu > 1:
-            raise ValueError(
-                f"One process sees {args.n_gpu} GPUs; start one per GPU with 'accelerate launch', name one in "
-                "CUDA_VISIBLE_DEVICES, or spread the target over them with device_map='auto'."
-            )
+            remedy = "start one per GPU by accelerate, or load the target with device_map='auto'"
+            raise ValueError(f"One process sees {args.n_gpu} GPUs; {remedy}.")
         kwargs.setdefault("data_collator", collate)
         for name in ("train_dataset", "eval_dataset"):
             data = kwargs.get(name)
@@ -254,9 +249,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """
         loss = super().training_step(*args, **kwargs)
         if not math.isfinite(value := float(loss)):
+            step = self.state.global_step + 1
             raise FloatingPointError(
-                f"The loss of step {self.state.global_step + 1} is {value}; resume from a checkpoint before the "
-                "loss rose, with a lower learning_rate, a max_grad_norm, or bf16 in place of fp16."
+                f"The loss of step {step} is {value}; resume before it rose, with a lower learning_rate or in bf16."
             )
         return loss
 
