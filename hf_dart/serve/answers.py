@@ -95,11 +95,14 @@ class Chat(Completion):
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """Return a message with its log-probabilities."""
-        return self._of(piece, "message", {"role": "assistant", "content": piece.text, "refusal": None})
+        said = {"role": "assistant", "content": piece.text or (None if piece.calls else ""), "refusal": None}
+        calls = [{name: value for name, value in one.items() if name != "index"} for one in _calls(piece)]
+        return self._of(piece, "message", said | ({"tool_calls": calls} if calls else {}))
 
     def change(self, piece: Piece, first: bool = False) -> dict[str, Any]:
         """Return what a stream tells of a piece."""
-        return self._of(piece, "delta", ({"role": "assistant"} if first else {}) | {"content": piece.text})
+        said = ({"role": "assistant"} if first else {}) | {"content": piece.text}
+        return self._of(piece, "delta", said | ({"tool_calls": _calls(piece)} if piece.calls else {}))
 
     def _of(self, piece: Piece, name: str, said: dict[str, Any]) -> dict[str, Any]:
         told = None
@@ -114,15 +117,23 @@ class Chat(Completion):
         return {"token": text, "logprob": scored[1], "bytes": [*text.encode()]}
 
 
+def _calls(piece: Piece) -> list[dict[str, Any]]:
+    return [
+        {"index": number, "id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+        for number, name, function, arguments in piece.calls
+    ]
+
+
 class Response:
-    """Answer to `POST /v1/responses`: one message of one part; arguments are those of `Completion`."""
+    """Answer to `POST /v1/responses`: one message of one part, then calls; arguments are those of `Completion`."""
 
     def __init__(self, asked: Any, texts: Texts, model: str, tokenizer: Any) -> None:
         self._texts, self._number = texts, -1
         self._item = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant"}
         self._head = {
             **{"id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time())},
-            **{"model": model, "error": None, "tools": [], "tool_choice": "none", "parallel_tool_calls": False},
+            **{"model": model, "error": None, "tool_choice": asked.tool_choice, "parallel_tool_calls": asked.parallel},
+            "tools": [{"type": "function", "strict": True, **tool["function"]} for tool in asked.functions],
             **asked.model_dump(include={"instructions", "max_output_tokens", "temperature", "top_p"}),
         }
 
@@ -137,17 +148,26 @@ class Response:
         item = {**self._item, "status": "in_progress", "content": []}
         yield self._told("response.created", response=begun)
         yield self._told("response.in_progress", response=begun)
-        yield self._told("response.output_item.added", output_index=0, item=item)
-        yield self._told("response.content_part.added", **place, part=_part(""))
         whole = Piece(0)
         async for piece in self._texts.pieces():
+            if piece.text and not whole.text:
+                yield self._told("response.output_item.added", output_index=0, item=item)
+                yield self._told("response.content_part.added", **place, part=_part(""))
             whole |= piece
             if piece.text:
                 yield self._told("response.output_text.delta", **place, delta=piece.text, logprobs=[])
         answer = self._of(whole)
-        yield self._told("response.output_text.done", **place, text=whole.text, logprobs=[])
-        yield self._told("response.content_part.done", **place, part=_part(whole.text))
-        yield self._told("response.output_item.done", output_index=0, item=answer["output"][0])
+        for number, item in enumerate(answer["output"]):
+            place = {"item_id": item["id"], "output_index": number}
+            if item["type"] == "message":
+                yield self._told("response.output_text.done", **place, content_index=0, text=whole.text, logprobs=[])
+                yield self._told("response.content_part.done", **place, content_index=0, part=_part(whole.text))
+            else:
+                called = {name: item[name] for name in ("name", "arguments")}
+                yield self._told("response.output_item.added", output_index=number, item={**item, "arguments": ""})
+                yield self._told("response.function_call_arguments.delta", **place, delta=item["arguments"])
+                yield self._told("response.function_call_arguments.done", **place, **called)
+            yield self._told("response.output_item.done", output_index=number, item=item)
         yield self._told(f"response.{answer['status']}", response=answer)
 
     def failed(self, refusal: Refusal) -> str:
@@ -159,13 +179,19 @@ class Response:
         return f"event: {kind}\n" + _event({"type": kind, "sequence_number": self._number, **content})
 
     def _of(self, whole: Piece) -> dict[str, Any]:
-        status, (prompt, written) = "completed" if whole.end == "stop" else "incomplete", self._texts.usage
+        status, (prompt, written) = "incomplete" if whole.end == "length" else "completed", self._texts.usage
+        message = {**self._item, "status": status, "content": [_part(whole.text)]}
+        calls = [
+            {"id": f"fc_{one.id}", "type": "function_call", "status": "completed", "call_id": one.id}
+            | {"name": one.name, "arguments": one.arguments}
+            for one in whole.calls
+        ]
         details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
         return {
             **self._head,
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "output": [{**self._item, "status": status, "content": [_part(whole.text)]}],
+            "output": [message, *calls] if whole.text else calls,
             "usage": {"input_tokens": prompt, "output_tokens": written, "total_tokens": prompt + written, **details},
         }
 

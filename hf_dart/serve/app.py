@@ -221,7 +221,7 @@ def _of_reading(error: RequestValidationError) -> Refusal:
     place, name = [str(part) for part in first["loc"][1:]], first.get("ctx", {}).get("name")
     if name:
         return Refusal(first["msg"], name)
-    if not place or first["type"] == "json_invalid":
+    if not place or (first["type"] == "json_invalid" and len(place) == 1):
         return Refusal("The request is no object of JSON; send one in UTF-8, as application/json.")
     remark = first["msg"] if first["type"] == "refused" else f"is not as it should be: {first['msg']}"
     return Refusal(f"{'.'.join(place)} {remark}.", place[0])

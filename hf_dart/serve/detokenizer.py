@@ -14,13 +14,14 @@ class Detokenizer:
     Args:
         tokenizer: of the model.
         stops: strings of which the first one that appears ends the text, and is no part of it.
+        special: whether the text has special tokens, too.
 
     Attributes:
         stopped: a stop string has appeared.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
-        self._tokenizer, self._stops = tokenizer, stops
+    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), special: bool = False) -> None:
+        self._tokenizer, self._stops, self._special = tokenizer, stops, special
         self._ids: list[int] = []
         self._before = 0  # of these, tokens whose text is passed on
         self._passed = 0  # characters of their text that are passed on
@@ -44,7 +45,7 @@ class Detokenizer:
         return rest
 
     def _decode(self) -> str:
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)
+        return self._tokenizer.decode(self._ids, skip_special_tokens=not self._special)
 
     def _up_to_stop(self, new: str) -> str:
         if self.stopped:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Json, model_validator
 from pydantic_core import PydanticCustomError
 
 from hf_dart.errors import LEAST_TEMPERATURE, did_you_mean
 
 # Parameters that are not to be had, by the reason.
 _REASONS = {
-    "asks for text of a grammar, which this server cannot hold a model to; leave it out": (
-        "function_call functions text tool_calls tool_choice tools"
-    ),
+    "asks for text of a grammar, which chat completions alone have; leave it out": "text",
+    "asks for functions as they were before tools; give tools": "function_call functions",
     "asks for more than text; leave it out": "audio include modalities refusal web_search_options",
     "asks for what was said before, and this server keeps nothing; send all messages": (
         "conversation previous_response_id"
@@ -62,8 +61,10 @@ class _Read(BaseModel):
         return {name: value for name, value in given.items() if name in cls.model_fields}
 
 
-def _text_of(content: Any) -> str:
-    """Return the text of a message: a string, or a list of parts that are text."""
+def _text_of(content: Any) -> str | None:
+    """Return the text of a message: a string, or a list of parts that are text; None for none."""
+    if content is None:
+        return None
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
@@ -127,24 +128,77 @@ class _ResponseFormat(_Read):
         return json.dumps(self.json_schema["schema"] if self.json_schema else {"type": "object"})
 
 
+class _Function(_Read):
+    notes = frozenset(["strict", "type"])
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Tool(_Read):
+    type: Literal["function"]
+    function: _Function
+
+
+class _Called(_Read):
+    name: str
+    arguments: Json[dict[str, Any]]
+
+
+class _Call(_Read):
+    type: Literal["function"] = "function"
+    id: str
+    function: _Called
+
+
 class _Message(_Read):
     notes = frozenset(["type", "id", "status", "phase", "annotations"])  # of an answer that is handed back
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Any, AfterValidator(_text_of)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[Any, AfterValidator(_text_of)] = None
     name: str | None = None
+    tool_calls: Annotated[list[_Call], FailFast(), BeforeValidator(_as_list)] = []
+    tool_call_id: str | None = None
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise _wrong("has no content; give some text")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise _wrong("is the result of no call; give its tool_call_id")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
         """Return what chat templates read."""
         role = "system" if self.role == "developer" else self.role
-        return _said(role, self.content) | ({"name": self.name} if self.name else {})
+        return {name: value for name, value in self.model_dump().items() if value} | _said(role, self.content or "")
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _said(role: str, content: Any) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
 _Messages = Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=10_000)]
+
+
+def _tool_of(given: Any) -> dict[str, Any]:
+    """Return a tool as chats have it; in those of responses, the fields of the function stand beside its type."""
+    if not isinstance(given, dict) or given.get("type") != "function":
+        raise _wrong("is no function; give tools of the type function")
+    return given if "function" in given else {"type": "function", "function": {**given}}
+
+
+_AnyTool = Annotated[_Tool, BeforeValidator(_tool_of)]
+
+
+def _choice_of(choice: Any) -> Any:
+    """Return "none", "auto", "required", or a function as responses name it."""
+    if choice in (None, "none", "auto", "required"):
+        return choice or "auto"
+    function = choice.get("function", choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if isinstance(function, dict):
+        return {"type": "function", "name": function.get("name")}
+    raise _wrong("is not known here; give none, auto, required, or a function")
 
 
 class Asked(_Read):
@@ -170,6 +224,9 @@ class Asked(_Read):
     safety_identifier: str | None = Field(None, max_length=512)
     most: ClassVar[Any]  # new tokens at most; None for as many as the model takes
     schema_of_text: ClassVar[Any] = None
+    functions: ClassVar[Any] = ()  # tools that the model is told of
+    forced: ClassVar[Any] = ()  # tools of which one has to be called
+    parallel: ClassVar[Any] = True  # whether a text may have several calls
     top: ClassVar[Any] = None  # likeliest tokens that are told beside each; None: not even its log-probability
 
     def sampling(self, samples: bool) -> dict[str, Any]:
@@ -196,7 +253,39 @@ class CompletionAsked(Asked):
     top = property(lambda self: self.logprobs)
 
 
-class ChatAsked(Asked):
+class _Talk(Asked):
+    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    tools: Annotated[list[_AnyTool], FailFast(), Field(max_length=128), BeforeValidator(_as_list)] = []
+    tool_choice: Annotated[Any, AfterValidator(_choice_of)] = "auto"
+    parallel_tool_calls: bool | None = True
+
+    @model_validator(mode="after")
+    def _can_be_called(self) -> Self:
+        if self.tool_choice not in ("none", "auto") and not self.forced:
+            raise _wrong("tool_choice names no function of tools; add it there, or give auto.", "tool_choice")
+        if self.functions and self.schema_of_text:
+            raise _wrong("response_format and tools exclude each other here; leave one of them out.", "response_format")
+        return self
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """Tools that the model is told of."""
+        return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def forced(self) -> list[dict[str, Any]]:
+        """Tools of which one has to be called."""
+        if isinstance(self.tool_choice, dict):
+            return [tool for tool in self.functions if tool["function"]["name"] == self.tool_choice["name"]]
+        return self.functions if self.tool_choice == "required" else []
+
+    @property
+    def parallel(self) -> bool:
+        """Whether a text may have several calls."""
+        return self.parallel_tool_calls is not False and isinstance(self.tool_choice, str)
+
+
+class ChatAsked(_Talk):
     """Body of `POST /v1/chat/completions`."""
 
     messages: _Messages
@@ -204,7 +293,6 @@ class ChatAsked(Asked):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     response_format: _ResponseFormat | None = None
     most = property(lambda self: self.max_completion_tokens or self.max_tokens)
     top = property(lambda self: (self.top_logprobs or 0) if self.logprobs else None)
@@ -213,10 +301,25 @@ class ChatAsked(Asked):
 
 
 def _messages_of(given: Any) -> Any:
-    return [_said("user", given)] if isinstance(given, str) else given
+    """Return a text, or a list of items, as messages of a chat."""
+    messages, calls = list[Any](), list[Any]()
+    for item in [_said("user", given)] if isinstance(given, str) else _as_list(given):
+        kind = item.get("type") if isinstance(item, dict) else None
+        if kind == "function_call":
+            call = {"id": item.get("call_id"), "function": {key: item.get(key) for key in ("name", "arguments")}}
+            calls = [*calls, call]
+            said = messages and isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant"
+            messages.append({"role": "assistant", **(messages.pop() if said else {}), "tool_calls": calls})
+            continue
+        calls = []
+        if kind == "function_call_output":
+            messages.append({**_said("tool", item.get("output")), "tool_call_id": item.get("call_id")})
+        else:
+            messages.append(item)
+    return messages
 
 
-class ResponseAsked(Asked):
+class ResponseAsked(_Talk):
     """Body of `POST /v1/responses`."""
 
     input: Annotated[_Messages, BeforeValidator(_messages_of)]
@@ -224,7 +327,6 @@ class ResponseAsked(Asked):
     max_output_tokens: int | None = Field(None, ge=1)
     n: Literal[1] | None = 1
     top_logprobs: Literal[0] | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
     most = property(lambda self: self.max_output_tokens)
 
     @property

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +17,7 @@ from hf_dart.serve.batcher import MAX_TOKENS, Batcher
 from hf_dart.serve.metrics import Metrics
 from hf_dart.serve.parameters import Asked, CompletionAsked
 from hf_dart.serve.refusal import Refusal
+from hf_dart.serve.tools import grammar_of
 
 _UNASKED = 1024
 """New tokens at most, where the request does not say."""
@@ -60,7 +62,7 @@ class Service:
         limits: Limits,
         memory: SuffixStore | None = None,
     ) -> None:
-        self.tokenizer, self.names, self.limits, self.taken = tokenizer, [*names], limits, 0
+        self.model, self.tokenizer, self.names, self.limits, self.taken = model, tokenizer, [*names], limits, 0
         self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.tokens)
         gauges: dict[str, Callable[[], float]] = {
             "num_requests_running": lambda: self.batcher.running,
@@ -117,29 +119,31 @@ class Service:
             prompts = [self._ids(one) for one in asked.prompt]
         else:
             prompts = [self._talk(asked)]
-        if asked.schema_of_text is not None:
-            self.masks(asked.schema_of_text)
         options = {**asked.sampling(self._samples), "memory": self._remembers(asked)}
         return prompts, [{**options, "max_new_tokens": self._most(len(ids), asked.most)} for ids in prompts]
 
-    def masks(self, schema: str) -> list[Any]:
-        """Return the logits processors, for one text, that hold it to a JSON schema (xgrammar)."""
+    def masks(self, asked: Asked) -> list[Any]:
+        """Return the logits processors, for one text, that hold it to a JSON schema or to calls (xgrammar)."""
+        if asked.schema_of_text is None and not asked.forced:
+            return []
+        name = "tool_choice" if asked.forced else "response_format"
         try:
             import xgrammar
             from xgrammar.contrib.hf import LogitsProcessor
         except ImportError as error:
-            message = "response_format needs xgrammar on the server: pip install xgrammar there, or leave it out."
-            raise Refusal(message, "response_format") from error
+            message = f"{name} needs xgrammar on the server: pip install xgrammar there, or leave it out."
+            raise Refusal(message, name) from error
         if self._grammars is None:
             info = xgrammar.TokenizerInfo.from_huggingface(
                 self.tokenizer, vocab_size=self._vocabulary, stop_token_ids=sorted(self.ends)
             )
             self._grammars = xgrammar.GrammarCompiler(info, cache_limit_bytes=_COMPILED)
         try:
-            return [LogitsProcessor(self._grammars.compile_json_schema(schema, any_whitespace=False))]
+            if asked.forced:
+                return [LogitsProcessor(self._grammars.compile_structural_tag(grammar_of(asked, xgrammar)))]
+            return [LogitsProcessor(self._grammars.compile_json_schema(asked.schema_of_text, any_whitespace=False))]
         except RuntimeError as error:
-            message = f"The schema of response_format cannot be met: {sentence(error)}"
-            raise Refusal(message, "response_format") from error
+            raise Refusal(f"The schema of {name} cannot be met: {sentence(error)}", name) from error
 
     def _remembers(self, asked: Asked) -> Namespace | None:
         """Return what a request remembers in: a namespace of its user, or that of all requests which name none."""
@@ -165,10 +169,14 @@ class Service:
             raise Refusal("The model has no chat template; start the server with --chat-template FILE.", "messages")
         if own := _OWN & flags.keys():
             raise Refusal(f"{min(own)} is nothing that a template reads; leave it out.", "chat_template_kwargs")
+        write = partial(self.tokenizer.apply_chat_template, asked.turns, tokenize=False, add_generation_prompt=True)
         try:  # a template is a program
-            text = self.tokenizer.apply_chat_template(asked.turns, tokenize=False, add_generation_prompt=True, **flags)
+            text = write(tools=asked.functions or None, **flags)
+            unread = bool(asked.functions) and text == write(**flags)
         except Exception as error:
             raise Refusal(f"The chat template does not take these messages: {sentence(error)}", "messages") from error
+        if unread:
+            raise Refusal("The chat template does not read tools; start the server with --chat-template FILE.", "tools")
         return self._ids(text, add_special_tokens=False)
 
     def _most(self, prompt: int, most: int | None) -> int:

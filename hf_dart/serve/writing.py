@@ -22,6 +22,7 @@ from hf_dart.serve.detokenizer import Detokenizer
 from hf_dart.serve.parameters import Asked
 from hf_dart.serve.refusal import Refusal
 from hf_dart.serve.service import Service
+from hf_dart.serve.tools import Call, Reader
 
 
 class ClientGoneError(Exception):
@@ -38,16 +39,21 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Additions to one text: characters, log-probabilities of tokens, and "stop" or "length" at its end."""
+    """Additions to one text: characters, log-probabilities of tokens, calls of functions.
+
+    At its end "stop", "length", or "tool_calls" where it stops and has some.
+    """
 
     index: int
     text: str = ""
     logprobs: tuple[TokenLogprob, ...] = ()
+    calls: tuple[Call, ...] = ()
     end: str | None = None
 
     def __or__(self, more: Piece) -> Piece:
         """Return this piece and one that follows as one."""
-        return Piece(self.index, self.text + more.text, self.logprobs + more.logprobs, more.end or self.end)
+        text, logprobs, calls = self.text + more.text, self.logprobs + more.logprobs, self.calls + more.calls
+        return Piece(self.index, text, logprobs, calls, more.end or self.end)
 
 
 class _Text:
@@ -56,12 +62,12 @@ class _Text:
     def __init__(self, service: Service, asked: Asked, ids: list[int], seed: int, options: dict[str, Any]) -> None:
         penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
         processors = [AdditivePenaltyLogitsProcessor(len(ids), *penalties)] if any(penalties) else []
-        if asked.schema_of_text is not None:
-            processors += service.masks(asked.schema_of_text)
+        processors += service.masks(asked)
         if processors:
             options = {**options, "logits_processor": processors}
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
-        self._detokenizer = Detokenizer(service.tokenizer, asked.stop)
+        self._detokenizer = Detokenizer(service.tokenizer, asked.stop, special=bool(asked.functions))
+        self._reader = Reader(asked, service.tokenizer, service.model, ids)
         self.tokens, self.end, self._last = 0, "", "length"
         given = torch.tensor([ids], device=service.batcher.device)
         mask, observers = torch.ones_like(given), () if asked.top is None else (self,)
@@ -85,15 +91,15 @@ class _Text:
         """Return what is new; raises what ended the call, if that is an error."""
         if self.end:
             return Piece(index)
-        done, first, text = self.handle.done(), self.tokens, ""
+        done, first, said = self.handle.done(), self.tokens, Piece(index)
         for token in self.handle.tokens[first:]:
             self.tokens += 1
             self._service.metrics.written.inc()
             if token in self._service.ends:
                 self._last = "stop"
             else:
-                text += self._detokenizer.add(token)
-            if self._detokenizer.stopped:
+                said |= self._read(self._detokenizer.add(token))
+            if self._detokenizer.stopped or self._reader.full:
                 self.end = "stop"
                 self.handle.cancel()
                 break
@@ -101,8 +107,13 @@ class _Text:
             self.handle.result()
             self.end = self._last
         if self.end:
-            text += self._detokenizer.end()
-        return Piece(index, text, tuple(self._logprobs[first : self.tokens]), self.end or None)
+            said |= self._read(self._detokenizer.end(), last=True)
+        end = "tool_calls" if self.end == "stop" and self._reader.calls else self.end
+        return said | Piece(index, logprobs=tuple(self._logprobs[first : self.tokens]), end=end or None)
+
+    def _read(self, text: str, last: bool = False) -> Piece:
+        text, calls = self._reader.add(text, last)
+        return Piece(0, text, calls=calls)
 
 
 class Texts:

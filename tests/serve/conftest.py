@@ -5,4 +5,5 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 _NEEDED = ("fastapi", "openai", "prometheus_client", "uvicorn")
-collect_ignore = [] if all(map(find_spec, _NEEDED)) else ["test_app.py", "test_load.py", "test_parameters.py"]
+_SERVED = ["test_app.py", "test_load.py", "test_parameters.py", "test_tools.py"]
+collect_ignore = [] if all(map(find_spec, _NEEDED)) else _SERVED

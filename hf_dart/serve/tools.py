@@ -1,0 +1,111 @@
+"""Calls of functions in texts: the form that a grammar holds them to, and the reader that finds them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any, NamedTuple
+
+from hf_dart.serve.parameters import Asked
+from hf_dart.serve.refusal import Refusal
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_CALL = {"type": "function", "function": "{content}"}
+_FORM: dict[str, Any] = {
+    "start_anchor": _BEGIN,
+    "fields": {"tool_calls": {"open": _BEGIN, "close": _END, "repeats": True, "content": "json", "transform": _CALL}},
+}
+"""Form of calls that have to be made, that of Hermes and Qwen, as transformers' parser of answers reads it."""
+
+
+class Call(NamedTuple):
+    """A call of a function: its number in the text, its id, and its arguments as JSON."""
+
+    number: int
+    id: str
+    name: str
+    arguments: str
+
+
+def grammar_of(asked: Asked, xgrammar: Any) -> dict[str, Any]:
+    """Return the structural tag (xgrammar) of a text that calls functions, each with arguments of its schema."""
+    tags = []
+    for tool in asked.forced:
+        function = tool["function"]
+        schema = json.dumps(function.get("parameters", {"type": "object", "properties": {}}))
+        arguments = {"type": "grammar", "grammar": str(xgrammar.Grammar.from_json_schema(schema, any_whitespace=False))}
+        begin = _BEGIN + '\n{"name": "' + function["name"] + '", "arguments": '
+        tags.append({"type": "tag", "begin": begin, "content": arguments, "end": "}\n" + _END})
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": "\n", "at_least_one": True}
+    return {"type": "structural_tag", "format": {**calls, "stop_after_first": not asked.parallel}}
+
+
+class Reader:
+    """Reader of one text as it comes, which tells calls of functions from the rest.
+
+    Args:
+        asked: the request.
+        tokenizer, model: what writes the text.
+        prompt: token ids, as templates may begin the answer.
+
+    Attributes:
+        calls: number of calls so far.
+
+    Raises:
+        Refusal: nothing says what a call looks like in a text of this model.
+    """
+
+    def __init__(self, asked: Asked, tokenizer: Any, model: Any, prompt: list[int]) -> None:
+        self.calls, self._held, self._most = 0, "", None if asked.parallel else 1
+        self._parser: Any = None
+        if not asked.functions:
+            return
+        try:
+            from transformers.cli.serving.utils import get_response_template, response_events_to_chunks
+            from transformers.utils.chat_parsing import ResponseParser
+        except ImportError as error:
+            message = "tools need a newer transformers on the server; update it, or leave them out."
+            raise Refusal(message, "tools") from error
+        template = _FORM if asked.forced else get_response_template(tokenizer, model)
+        if template is None:
+            message = "The tokenizer has no response_template, which says what a call looks like"
+            raise Refusal(f'{message}; give tool_choice "required", "none" or a function.', "tool_choice")
+        fields = {name: field for name, field in template["fields"].items() if name in ("content", "tool_calls")}
+        begun = "" if asked.forced else tokenizer.decode(prompt)
+        self._parser = ResponseParser({**template, "fields": fields}, begun, tools=asked.functions)
+        self._items = response_events_to_chunks
+
+    @property
+    def full(self) -> bool:
+        """True if no more calls are wanted, so that the text may end."""
+        return self.calls == self._most
+
+    def add(self, text: str, last: bool = False) -> tuple[str, tuple[Call, ...]]:
+        """Take what was written, and return what of it is certain: text, and calls.
+
+        What looks like a call and cannot be read as one is text.
+        """
+        if self._parser is None:
+            return text, ()
+        shown, calls, rest = "", list[Call](), iter(text)
+
+        def take(events: list[dict[str, Any]]) -> None:
+            nonlocal shown
+            for item in self._items(events):
+                if isinstance(item, str):
+                    shown, self._held = shown + item, self._held.removeprefix(item)
+                else:  # ids of nine letters, as some chat templates ask for
+                    calls.append(Call(self.calls, secrets.token_hex(5)[1:], item.name, item.arguments))
+                    self.calls, self._held = self.calls + 1, ""
+
+        try:
+            for character in rest:
+                if self.full:
+                    return shown, (*calls,)
+                self._held += character
+                take(self._parser.feed(character))
+            if last:
+                take(self._parser.finalize()[1])
+        except (KeyError, TypeError, ValueError):
+            self._parser, shown = None, shown + self._held + "".join(rest)
+        return shown, (*calls,)

@@ -1,0 +1,267 @@
+"""Tools in `hf-dart serve`, by the `openai` client: calls that have to be made, that a model makes, earlier ones."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+import torch
+from support.serving import served
+from transformers import PreTrainedTokenizerBase
+
+from hf_dart import LookupDrafter
+from hf_dart.bench.pair import load_pair
+from hf_dart.serve.parameters import ChatAsked
+from hf_dart.serve.service import Limits, Service
+from hf_dart.serve.tools import Reader
+
+pytest.importorskip("transformers.utils.chat_parsing")
+
+TEMPLATE = """{% if tools %}{{ tools | tojson }}
+{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}
+{{ c.function.name }}({{ c.function.arguments.path }}){% endfor %}{{ m.tool_call_id }}
+{% endfor %}{% if add_generation_prompt %}# code
+{% endif %}"""
+PROMPT = "import os\n\ndef names(path):\n    "
+MESSAGES = [{"role": "user", "content": PROMPT}]
+COPY = {
+    "type": "object",
+    "properties": {"path": {"enum": ["a", "b"]}, "again": {"$ref": "#/$defs/again"}},
+    "required": ["path", "again"],
+    "additionalProperties": False,
+    "$defs": {"again": {"type": "boolean"}},
+}
+STATE = {"type": "object", "properties": {"deep": {"type": "boolean"}}, "required": ["deep"]}
+FUNCTIONS = [
+    {"name": "copy_file", "description": "Copy a file.", "parameters": COPY},
+    {"name": "state", "parameters": STATE},
+    {"name": "stop"},
+]
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+FLAT = [{"type": "function", "strict": True, **function} for function in FUNCTIONS]
+CODE = {
+    "start_anchor": "# code\n",
+    "fields": {
+        "tool_calls": {
+            "open_pattern": r"(?P<name>[a-z_]+)\(", "close": ")", "repeats": True, "content": "text",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"content": "text"},
+    },
+}  # fmt: skip
+"""Calls as code has them, which the packaged target writes by itself."""
+
+
+@pytest.fixture(scope="module")
+def service() -> Service:
+    pair = load_pair()
+    tokenizer = copy.deepcopy(pair.tokenizer)
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, CODE
+    return Service(pair.model, tokenizer, LookupDrafter(), ["code"], Limits(length=1200))
+
+
+@pytest.fixture(scope="module")
+def client(service: Service) -> Iterator[openai.OpenAI]:
+    with served(service) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def stock(service: Service, turns: list[Any], tools: Any = None, seed: int = 0, **options: Any) -> tuple[str, str]:
+    """What stock `generate` writes to a conversation, and the prompt."""
+    asked = {"tokenize": False, "add_generation_prompt": True, **({"tools": tools} if tools else {})}
+    prompt = service.tokenizer.apply_chat_template(turns, **asked)
+    ids = torch.tensor([service.tokenizer(prompt, add_special_tokens=False)["input_ids"]])
+    torch.manual_seed(seed)
+    model = service.model
+    new = type(model).generate(model, ids, attention_mask=torch.ones_like(ids), do_sample=True, **options)[0]
+    return service.tokenizer.decode(
+        [token for token in new[ids.shape[1] :].tolist() if token not in service.ends]
+    ), prompt
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel"),
+    [("required", True), ("required", False), ({"type": "function", "function": {"name": "copy_file"}}, True)],
+)
+def test_calls_that_have_to_be_made(service: Service, client: Any, choice: Any, parallel: bool) -> None:
+    """The text is stock's with the processor of the same grammar; arguments are those of the schema."""
+    pytest.importorskip("xgrammar")
+    given = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
+    asked, named = ChatAsked(**given), not isinstance(choice, str)
+    for seed in range(3):
+        options = {"max_new_tokens": 160, "logits_processor": service.masks(asked)}
+        text, _ = stock(service, MESSAGES, asked.functions, seed, **options)
+        written = map(json.loads, re.findall("<tool_call>\n(.*)\n</tool_call>", text))
+        wanted = [(one["name"], one["arguments"]) for one in written]
+        rest = text.rpartition("</tool_call>")[2]  # of a call that max_tokens cuts
+        end = "length" if rest else "tool_calls"
+        options = {"model": "code", **given, "temperature": 1, "seed": seed, "max_tokens": 160}
+        answer = client.chat.completions.create(**options)
+        (made,) = answer.choices
+        assert (calls_of(made.message), made.finish_reason) == (wanted, end)
+        assert rest.endswith(made.message.content or "")
+        assert len({call.id for call in made.message.tool_calls}) == len(wanted) >= 1
+        if named or not parallel:
+            assert (len(wanted), rest) == (1, "")
+        for name, arguments in wanted:
+            assert {"copy_file": {"path", "again"}, "state": {"deep"}, "stop": set()}[name] == arguments.keys()
+            assert name == "copy_file" or not named
+        with client.chat.completions.stream(**options) as stream:  # put together from the deltas
+            stream.until_done()
+            (streamed,) = stream.current_completion_snapshot.choices
+        assert calls_of(streamed.message) == wanted
+        assert (streamed.message.content or None, streamed.finish_reason) == (made.message.content, end)
+
+
+def test_calls_that_the_model_makes(service: Service, client: Any) -> None:
+    """Calls as the tokenizer's response template has them, the rest is text; without parallel calls one ends it."""
+    given = {"model": "code", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 60}
+    found = 0
+    for seed in range(4):
+        text, prompt = stock(service, MESSAGES, TOOLS, seed, max_new_tokens=60)
+        wanted = service.tokenizer.parse_response(text, prefix=prompt)
+        events = client.chat.completions.create(**given, seed=seed, stream=True)
+        deltas = [choice.delta for event in events for choice in event.choices]
+        made = [call for delta in deltas for call in delta.tool_calls or ()]
+        assert [call.index for call in made] == [*range(len(made))]
+        pairs = [(call.function.name, call.function.arguments) for call in made]
+        assert pairs == [
+            (one["function"]["name"], one["function"]["arguments"]) for one in wanted.get("tool_calls", ())
+        ]
+        whole = client.chat.completions.create(**given, seed=seed).choices[0].message
+        assert [(call.function.name, call.function.arguments) for call in whole.tool_calls or ()] == pairs
+        content = "".join(delta.content or "" for delta in deltas)
+        assert (whole.content or "") == content
+        once = client.chat.completions.create(**given, seed=seed, parallel_tool_calls=False)
+        if pairs:
+            assert once.choices[0].finish_reason == "tool_calls"
+            assert once.usage.completion_tokens < 60
+            assert content.startswith(once.choices[0].message.content or "")
+        assert len(once.choices[0].message.tool_calls or ()) == min(len(pairs), 1)
+        found += len(pairs)
+        none = client.chat.completions.create(**given, seed=seed, tool_choice="none").choices[0].message
+        assert (none.tool_calls, none.content) == (None, stock(service, MESSAGES, seed=seed, max_new_tokens=60)[0])
+    assert found > 3
+
+
+def test_responses(service: Service, client: Any) -> None:
+    """Calls are items after the message, whole and as events."""
+    pytest.importorskip("xgrammar")
+    given = {"model": "code", "input": PROMPT, "tools": FLAT, "temperature": 1, "max_output_tokens": 60}
+    forced = {**given, "tool_choice": {"type": "function", "name": "copy_file"}}
+    answer = client.responses.create(**{**forced, "max_output_tokens": 160}, extra_body={"seed": 0})
+    (call,) = answer.output
+    assert (call.type, call.name, json.loads(call.arguments).keys()) == (
+        "function_call",
+        "copy_file",
+        {"path", "again"},
+    )
+    assert (answer.status, answer.tool_choice.name, answer.tools[0].name) == (
+        "completed", "copy_file", "copy_file"
+    )  # fmt: skip
+    kinds = set()
+    for extra in ({}, {"tool_choice": "required"}):
+        for seed in range(3):
+            options = {**given, **extra, "parallel_tool_calls": False, "extra_body": {"seed": seed}}
+            answer = client.responses.create(**options)
+            if answer.status == "incomplete":  # which that client takes for no end
+                continue
+            kinds.add((*(item.type for item in answer.output),))
+            with client.responses.stream(**options) as stream:  # put together from the events
+                streamed = stream.get_final_response()
+            shown = [(item.type, getattr(item, "arguments", None)) for item in answer.output]
+            assert [(item.type, getattr(item, "arguments", None)) for item in streamed.output] == shown
+            assert streamed.output_text == answer.output_text
+    assert kinds == {("message", "function_call"), ("function_call",)}
+
+
+def test_calls_of_earlier_answers(service: Service, client: Any) -> None:
+    """Chat templates read calls, with arguments as a mapping, and their results, from items of responses, too."""
+    call = {"name": "copy_file", "arguments": '{"path": "a"}'}
+    said = {"role": "assistant", "content": "Well."}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "done"}
+    items = [
+        *MESSAGES,
+        said,
+        {"type": "function_call", "id": "x", "call_id": "c1", **call, "status": "completed"},
+        result,
+    ]
+    made = {**said, "tool_calls": [{"id": "c1", "type": "function", "function": call}]}
+    messages = [*MESSAGES, made, {"role": "tool", "tool_call_id": "c1", "content": "done"}]
+    prompt = f"user: {PROMPT}\nassistant: Well.copy_file(a)\ntool: donec1\n# code\n"
+    text = client.completions.create(model="code", prompt=prompt, max_tokens=20, temperature=0).choices[0].text
+    answer = client.chat.completions.create(model="code", messages=messages, max_tokens=20, temperature=0)
+    assert answer.choices[0].message.content == text
+    assert client.responses.create(model="code", input=items, max_output_tokens=20, temperature=0).output_text == text
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"tools": [{"type": "web_search"}]}, "tools.0 is no function; give tools of the type function"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name is not as it should"),
+        ({"tool_choice": "required"}, "tool_choice names no function of tools; add it there, or give auto"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "names no function of t"),
+        ({"tools": TOOLS, "tool_choice": "often"}, "tool_choice is not known here; give none, auto, required, or a f"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format and tools exclude each other"),
+        ({"functions": FUNCTIONS}, "functions asks for functions as they were before tools; give tools"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0 is the result of no call; give its tool"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages.0 has no content; give some text"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "f", "arguments": "{"}}]}]},
+         "messages.0.tool_calls.0.function.arguments is not as it should be"),
+    ],
+)  # fmt: skip
+def test_refusals(client: Any, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.chat.completions.create(**{"model": "code", "messages": MESSAGES, **given})
+
+
+def test_what_is_missing_on_the_server(service: Service, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template that reads tools, one that tells calls from text, and a grammar library."""
+    given = {"model": "code", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 5}
+    broken = [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}]
+    with pytest.raises(openai.BadRequestError, match="The schema of tool_choice cannot be met"):
+        client.chat.completions.create(**{**given, "tools": broken}, tool_choice="required")
+    monkeypatch.setitem(sys.modules, "xgrammar", None)
+    with pytest.raises(openai.BadRequestError, match="tool_choice needs xgrammar on the server"):
+        client.chat.completions.create(**given, tool_choice="required")
+    monkeypatch.setattr(service.tokenizer, "response_template", None)
+    monkeypatch.setattr(service.model.config, "model_type", "other")
+    with pytest.raises(openai.BadRequestError, match="The tokenizer has no response_template"):
+        client.chat.completions.create(**given)
+    monkeypatch.setattr(service.tokenizer, "chat_template", "{{ messages[0].content }}")
+    with pytest.raises(openai.BadRequestError, match="The chat template does not read tools; start the server with"):
+        client.chat.completions.create(**given)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_text_that_only_looks_like_a_call(service: Service, size: int) -> None:
+    """Qwen's form of calls, in pieces: what cannot be read as one is text, and nothing is lost."""
+    tokenizer: PreTrainedTokenizerBase = copy.deepcopy(service.tokenizer)
+    tokenizer.response_template = None
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    for text, content, count in (
+        (f"<think>so</think>Well.\n{call}\n{call}", "<think>so</think>Well.", 2),
+        ("a <tool_cal> b", "a <tool_cal> b", 0),
+        (f"{call}\n<tool_call>\nno</tool_call> and", "\n<tool_call>\nno</tool_call> and", 1),
+        ('Well.<tool_call>{"name": "f"', 'Well.<tool_call>{"name": "f"', 0),
+        ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", 0),
+    ):
+        reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), tokenizer, service.model, [5])
+        found = [reader.add(text[start : start + size]) for start in range(0, len(text), size)]
+        found.append(reader.add("", last=True))
+        calls = [one for _, made in found for one in made]
+        assert [(one.number, one.name, json.loads(one.arguments)) for one in calls] == [
+            (number, "f", {"a": 1}) for number in range(count)
+        ]
+        assert "".join(shown for shown, _ in found) == content
