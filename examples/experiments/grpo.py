@@ -4,9 +4,9 @@
     python examples/experiments/grpo.py --bf16 --steps 10
 
 The target is trained from the same weights and seed with each way to draft. Rollouts begin with pieces of Python
-files, one of them a step, and every epoch has each once; the reward is the share of distinct words. Completions,
-rewards, losses and norms of gradients are compared with those of training without drafts, step by step. Times are
-processor time; learning is a share of the time of rollouts.
+files, or with questions, one of them a step, and every epoch has each once; the reward is the share of distinct words.
+Completions, rewards, losses and norms of gradients are compared with those of training without drafts, step by step.
+Times are processor time; learning is a share of the time of rollouts.
 
 With `--bf16` (TRL's default, bfloat16 autocast) every rollout is written three times with one seed: by stock, drafted,
 and by stock with longer padding, which groups its arithmetic otherwise. Rows that differ from the first are counted,
@@ -54,10 +54,14 @@ def distinct_words(completions: list[str], **known: Any) -> list[float]:
 
 def made(given: argparse.Namespace, folder: str) -> tuple[Pair, GRPOTrainer]:
     """A pair from its files, and a trainer of its target."""
-    pair = load_pair(str(given.pair / "model"), str(given.pair / "head"), dtype="float32")
-    pair.tokenizer.pad_token = pair.tokenizer.eos_token
-    rows = python_tokens(pair.tokenizer)[: given.prompts]
-    data = Dataset.from_dict({"prompt": [pair.tokenizer.decode(row[:32]) for row in rows]})
+    pair = load_pair(given.target, given.head, dtype="float32")
+    pair.tokenizer.pad_token = pair.tokenizer.pad_token or pair.tokenizer.eos_token
+    if given.questions:
+        asked = [json.loads(line)["question"] for line in given.questions.read_text(encoding="utf8").splitlines()]
+        texts = [f"Question: {question}\nAnswer:" for question in asked[: given.prompts]]
+    else:
+        texts = [pair.tokenizer.decode(row[:32]) for row in python_tokens(pair.tokenizer)[: given.prompts]]
+    data = Dataset.from_dict({"prompt": texts})
     args = GRPOConfig(
         folder,
         max_steps=given.steps,
@@ -108,7 +112,8 @@ def compared(found: dict[str, Any], stock: dict[str, Any]) -> dict[str, Any]:
     steps, firsts = found["steps"], stock["steps"]
     texts = zip(found["texts"], stock["texts"], strict=True)
     size = -(-len(steps) // PARTS)
-    taus, drafting = [one["drafts/tau"] for one in steps], sum(one["drafts/seconds"] for one in steps)
+    drafted = [one for one in steps if "drafts/tau" in one]  # not where all completions end at once
+    taus, drafting = [one["drafts/tau"] for one in drafted], sum(one["drafts/seconds"] for one in drafted)
     return {
         "steps": len(steps),
         "same": {
@@ -167,7 +172,9 @@ def near_ties(given: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, default=DEEP, help="folder of `model` and `head` (default: the deep pair)")
+    parser.add_argument("--target", default=str(DEEP / "model"), help="folder (default: the deep pair's)")
+    parser.add_argument("--head", default=str(DEEP / "head"), help="folder of its head (default: the deep pair's)")
+    parser.add_argument("--questions", type=Path, help="JSON lines with a `question` each, as GSM8K's, for prompts")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--prompts", type=int, default=8, help="steps of an epoch (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=2, help="completions of a prompt (default: %(default)s)")

@@ -1,7 +1,7 @@
 """What speeds a model up for which no drafter was trained: copies, a memory, a head that learns; beside a trained head.
 
     python examples/experiments/headless.py --json model_cards/learning/headless.json
-    python examples/experiments/headless.py --pair examples/deep_pair
+    python examples/experiments/headless.py --target examples/deep_pair/model --head examples/deep_pair/head
 
 A packaged target answers the same calls, one after the other, with each way to draft, and by stock `generate`, for each
 kind of text. Ratios are of processor time, what is learnt between calls included; texts are compared. Sampled at
@@ -78,7 +78,8 @@ def tau(stats: list[DraftStats]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, help="folder of `model` and `head` (default: the packaged pair)")
+    parser.add_argument("--target", help="folder of a target (default: the packaged pair's)")
+    parser.add_argument("--head", help="folder of its head (default: the packaged pair's)")
     parser.add_argument("--calls", type=int, default=48, help="of each kind of text (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="of a call (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there")
@@ -87,8 +88,7 @@ def main() -> None:
     rows = []
     print(TABLE)
     for kind in KINDS:
-        folders = (str(given.pair / "model"), str(given.pair / "head")) if given.pair else (None, None)
-        pair = load_pair(*folders, dtype="float32")
+        pair = load_pair(given.target, given.head, dtype="float32")
         prompts = prompts_of(kind, pair.tokenizer, given.calls)
         answered(pair, prompts[:1], given.new_tokens, {})  # warms up
         stock = answered(pair, prompts, given.new_tokens, {})

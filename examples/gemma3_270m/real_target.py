@@ -15,7 +15,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from hf_dart import DartHead
 from hf_dart.bench import auditing, baselines, report, speed
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli.common import say, show
@@ -173,8 +174,8 @@ KINDS: dict[str, tuple[Callable[[], Iterator[str]], list[str]]] = {
 # ---- the runs ----------------------------------------------------------------------------------------------
 
 
-def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, Any]]:
-    """Stock, its prompt lookup, copies and the head in turn on the prompts of one kind."""
+def measured(pair: Pair, kind: str, settings: speed.Settings, drafters: Sequence[Any]) -> list[dict[str, Any]]:
+    """Stock, its prompt lookup, copies, the head and other drafters in turn on the prompts of one kind."""
     prompts, stop_strings = KINDS[kind]
     encoded = [pair.tokenizer(text)["input_ids"] for text in islice(prompts(), settings.prompts)]
     most = settings.prompt_tokens
@@ -183,7 +184,7 @@ def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, 
     modes = {name: {**speed.MODES[name], **stops} for name in MODES}
     say(f"{kind}: {len(cut)} prompts of up to {max(map(len, cut))} tokens")
     names = ("lookup", "copies", "tree") if pair.head.draft_length else ("lookup", "tree")
-    found = speed.measure(pair, cut, settings, baselines.methods(pair, names), modes, quiet=False)
+    found = speed.measure(pair, cut, settings, baselines.methods(pair, names, drafters=drafters), modes, quiet=False)
     if not all(one.identical for one in found):
         batch = cut if cut[1:] else cut * 2
         about = report.circumstances(pair, replace(settings, prompts=len(batch)), kind, sys.argv)
@@ -195,6 +196,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=FOLDER, help="its folder, made if need be (default: %(default)s)")
     parser.add_argument("--head", help="folder of a trained head (default: none, copies alone)")
+    parser.add_argument("--untrained", action="store_true", help="measure a head of random weights, too")
     parser.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--prompts", type=int, default=3, help="of each kind (default: %(default)s)")
@@ -212,7 +214,11 @@ def main() -> int:
         torch.set_num_threads(given.threads)
     pair = load_pair(str(given.model), given.head, "float32")  # with no head: drafted for by copied text
     about = report.circumstances(pair, settings, ", ".join(given.kinds), sys.argv)
-    found = [one for kind in given.kinds for one in measured(pair, kind, settings)]
+    drafters = []
+    if given.untrained:
+        drafters.append(DartHead.from_target(pair.model, tokenizer=pair.tokenizer).eval())
+        drafters[0].name_or_path = "an untrained head"
+    found = [one for kind in given.kinds for one in measured(pair, kind, settings, drafters)]
     content = {**about, "results": found}
     show(as_table(content, phases=False))
     if given.json:
