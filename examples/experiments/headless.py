@@ -15,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +77,14 @@ def tau(stats: list[DraftStats]) -> float:
     return sum(one.tokens for one in stats) / sum(one.row_rounds for one in stats)
 
 
-def main() -> None:
+def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="folder of a target (default: the packaged pair's)")
     parser.add_argument("--head", help="folder of its head (default: the packaged pair's)")
     parser.add_argument("--calls", type=int, default=48, help="of each kind of text (default: %(default)s)")
     parser.add_argument("--new-tokens", type=int, default=128, help="of a call (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    given = parser.parse_args()
+    given = parser.parse_args(words)
     torch.set_num_threads(1)
     rows = []
     print(TABLE)

@@ -99,6 +99,7 @@ NOT_RUN = {
     "hf-dart convert runs/head/final": "likewise: tests/interop/test_vllm.py converts",
     "hf-dart bench": "takes minutes: tests/bench runs it; its options are read here",
     "python examples/experiments/drafts.py": "takes minutes",
+    "python examples/experiments/headless.py": "takes minutes: tests/experiments runs a part",
     "hf-dart audit": "likewise",
     "hf-dart serve": "goes on until it is stopped: tests/serve",
     "hf-dart ngram build code.ngram --dataset": "needs the Hub; its options are read here",
