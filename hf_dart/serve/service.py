@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from hf_dart.decoding.suffix_store import Namespace, SuffixStore
+from hf_dart.decoding.suffix_store import SuffixStore
 from hf_dart.errors import sentence
 from hf_dart.serve.batcher import MAX_TOKENS, Batcher
 from hf_dart.serve.metrics import Metrics
@@ -119,7 +119,9 @@ class Service:
             prompts = [self._ids(one) for one in asked.prompt]
         else:
             prompts = [self._talk(asked)]
-        options = {**asked.sampling(self._samples), "memory": self._remembers(asked)}
+        user = asked.user or asked.safety_identifier or ""  # requests that name none remember together
+        memory = None if self._memory is None else self._memory.namespace(user)
+        options = {**asked.sampling(self._samples), "memory": memory}
         return prompts, [{**options, "max_new_tokens": self._most(len(ids), asked.most)} for ids in prompts]
 
     def masks(self, asked: Asked) -> list[Any]:
@@ -144,11 +146,6 @@ class Service:
             return [LogitsProcessor(self._grammars.compile_json_schema(asked.schema_of_text, any_whitespace=False))]
         except RuntimeError as error:
             raise Refusal(f"The schema of {name} cannot be met: {sentence(error)}", name) from error
-
-    def _remembers(self, asked: Asked) -> Namespace | None:
-        """Return what a request remembers in: a namespace of its user, or that of all requests which name none."""
-        user = asked.user or asked.safety_identifier or ""
-        return None if self._memory is None else self._memory.namespace(user)
 
     def _ids(self, prompt: str | list[int], **options: Any) -> list[int]:
         """Return the token ids of a prompt."""
