@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeGuard, TypeVar
@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from hf_dart.models.features import lm_head_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # that the bits of a weight are read as, if they fit
 
 # The device that `torch.set_default_device` named, while our own bookkeeping is on the CPU.
 _named: ContextVar[torch.device | None] = ContextVar("_named", default=None)
@@ -84,6 +86,25 @@ def state_of(weight: Any) -> tuple[Any, ...]:
     """Return a key that changes with a weight's values; weights made in inference mode do not count their changes."""
     version = 0 if weight.is_inference() else weight._version
     return id(weight), version, weight.device, weight.dtype
+
+
+def contents_of(weights: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    """Keys that change with the values of weights, whoever writes to them; each weight is read once.
+
+    Fused optimizers and writes to `.data` change no version. Weights on "meta", or of subclasses, have theirs alone.
+    """
+    found = list[tuple[int, ...]]()
+    for weight in weights:
+        known = weight.data_ptr() if not weight.is_meta else 0, 0 if weight.is_inference() else weight._version
+        if weight.is_meta or type(weight) not in (Tensor, nn.Parameter) or not weight.numel():
+            found.append(known)
+            continue
+        flat, size = weight.detach().contiguous().view(-1), weight.itemsize
+        row = weight[0].numel() * size if weight.dim() > 1 else size
+        fits = (word for word in _WORDS if not (row % word.itemsize or flat.storage_offset() * size % word.itemsize))
+        sums = flat.view(next(fits)).view(len(weight) if weight.dim() else 1, -1).sum(1, dtype=torch.int64)
+        found.append((*known, hash(sums.cpu().numpy().tobytes())))
+    return found
 
 
 def has_rows(lm_head: Any) -> TypeGuard[nn.Linear]:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from hf_dart.models.devices import contents_of
 from hf_dart.models.support import parts_of
 
 logger = logging.get_logger(__name__)
@@ -33,12 +34,15 @@ class PackedWeights(TorchFunctionMode):
     """Context in which this thread's products with some weights [out, in] read packed copies of them.
 
     A weight that was written to or moved since it was packed is read as it is.
+
+    Args:
+        state: of the weights, by their contents.
     """
 
-    def __init__(self, weights: list[Tensor]) -> None:
+    def __init__(self, state: list[tuple[int, ...]]) -> None:
         super().__init__()
-        self.state = _state(weights)
-        self._packed: dict[int, tuple[Tensor, tuple[int, int], Tensor]] = {}
+        self.state = state
+        self._packed: dict[int, tuple[Tensor, tuple[int, ...], Tensor]] = {}
 
     @property
     def ready(self) -> bool:
@@ -50,7 +54,7 @@ class PackedWeights(TorchFunctionMode):
         reorder = torch.ops.mkldnn._reorder_linear_weight
         made = (reorder(weight.detach(), _ROWS) for weight in weights)
         self._packed = {
-            id(weight): (weight, state, copy) for weight, state, copy in zip(weights, self.state, made, strict=True)
+            id(weight): (weight, state[:2], copy) for weight, state, copy in zip(weights, self.state, made, strict=True)
         }
 
     def __torch_function__(
@@ -76,8 +80,9 @@ def pack(target: PreTrainedModel) -> None:
         release(target)
         return
     known = _known.get(target)
-    if known is not None and known.state != _state(weights):
-        _known[target] = PackedWeights(weights)
+    state = [] if known is None else contents_of(weights)
+    if known is not None and known.state != state:
+        _known[target] = PackedWeights(state)
     elif known is None or not known.ready:
         free = free_memory()
         if free is not None and size > free // 2:
@@ -86,7 +91,7 @@ def pack(target: PreTrainedModel) -> None:
                 f"more, and {free / 2**30:.1f} GiB are free."
             )
             return
-        known = PackedWeights(weights)
+        known = PackedWeights(state or contents_of(weights))
         known.pack(weights)
         _known[target] = known
 
@@ -111,11 +116,6 @@ def packable(target: PreTrainedModel) -> list[Tensor]:
     plain = (one for one in linear if type(one) is nn.Parameter and one.dtype == torch.float32 and one.is_cpu)
     # LoRA's are not worth it.
     return list({id(one): one for one in plain if not one.is_inference() and min(one.shape) > _ROWS}.values())
-
-
-def _state(weights: list[Tensor]) -> list[tuple[int, int]]:
-    """Return where each weight lies, and how often it was written to."""
-    return [(weight.data_ptr(), weight._version) for weight in weights]
 
 
 def free_memory() -> int | None:

@@ -17,6 +17,7 @@ from hf_dart.decoding.feed import PromptReader, reads_in_pieces
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.turns import DrafterState, leave
 from hf_dart.drafters.base import Verified
+from hf_dart.models.devices import contents_of
 from hf_dart.models.identity import identity
 from hf_dart.models.stock_steps import cache_name
 from hf_dart.models.support import parts_of
@@ -134,5 +135,4 @@ def _common(one: Tensor, other: Tensor) -> int:
 
 def _state_of(model: PreTrainedModel) -> Any:
     """Return a key that changes with a target's weights, and with what else its entries depend on."""
-    tensors = [*model.parameters(), *model.buffers()]
-    return identity(model), [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in tensors]
+    return identity(model), contents_of((*model.parameters(), *model.buffers()))

@@ -102,6 +102,34 @@ def test_a_changed_weight_is_read_as_it_is(target: Any, change: str) -> None:
     assert not torch.allclose(*product(target))
 
 
+def fused_step(weight: nn.Parameter) -> None:
+    weight.grad = torch.ones_like(weight)
+    torch.optim.AdamW([weight], lr=0.1, fused=True).step()
+    weight.grad = None
+
+
+UNCOUNTED: dict[str, Callable[[nn.Parameter], Any]] = {
+    "a fused optimizer": fused_step,
+    "one number of .data": lambda weight: weight.data[3, 5].add_(1e-6),
+    "rows that change places": lambda weight: weight.data.copy_(weight.data.flip(0)),
+}
+
+
+@pytest.mark.parametrize("change", UNCOUNTED)
+def test_changes_that_no_version_counts(target: Any, change: str) -> None:
+    """Each call looks at the contents: TRL trains with a fused AdamW between rollouts, PEFT merges into `.data`."""
+    head, weight = tiny_head(target), target.lm_head.weight
+    compare(target, head, batch(3, "sdpa"), **MODES["greedy"])
+    assert packing._known[target].ready
+    version = weight._version
+    UNCOUNTED[change](weight)
+    assert weight._version == version
+    pack(target)
+    assert not packing._known[target].ready
+    assert torch.equal(*product(target))
+    compare(target, head, batch(3, "sdpa"), **MODES["greedy"])
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_lora_lies_over_packed_weights(target: Any) -> None:
     wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()

@@ -98,8 +98,7 @@ def test_a_target_that_changes() -> None:
     batcher = Batcher(target)
     for number, ids in enumerate(with_system_prompt(4)):
         if number == 3:
-            with torch.no_grad():
-                target.model.layers[0].mlp.down_proj.weight.mul_(2.0)
+            target.model.layers[0].mlp.down_proj.weight.data.mul_(2.0)  # which no version counts
         text, _, read = run(batcher, ids, number)
         torch.manual_seed(number)
         assert torch.equal(text, type(target).generate(target, ids, **OPTIONS))
