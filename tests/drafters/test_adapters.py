@@ -65,7 +65,7 @@ def test_a_folder_holds_the_adapter_alone_and_brings_its_head(target: Any, base:
     assert (drafts(loaded) - plain).abs().max() > 1e-2
     for options in (GREEDY, SAMPLED):
         assert_identical(target, loaded, prompts([9, 4, 7]), **options, into=EXACT)
-    refused(lambda: write_folder(tmp_path, tmp_path / "hub", "me/adapter"), ValueError, "which only this machine has")
+    refused(lambda: write_folder(tmp_path, tmp_path / "hub", "me/adapter"), ValueError, "push that head too")
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "me/head"}))
     write_folder(tmp_path, tmp_path / "hub", "me/adapter")

@@ -226,12 +226,16 @@ def test_refusals(client: Any, given: dict[str, Any], words: str) -> None:
         client.chat.completions.create(**{"model": "code", "messages": MESSAGES, **given})
 
 
+def test_a_schema_that_cannot_be_met(client: Any) -> None:
+    pytest.importorskip("xgrammar")
+    broken = [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}]
+    with pytest.raises(openai.BadRequestError, match="The schema of tool_choice cannot be met"):
+        client.chat.completions.create(model="code", messages=MESSAGES, tools=broken, tool_choice="required")
+
+
 def test_what_is_missing_on_the_server(service: Service, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that reads tools, one that tells calls from text, and a grammar library."""
     given = {"model": "code", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 5}
-    broken = [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}]
-    with pytest.raises(openai.BadRequestError, match="The schema of tool_choice cannot be met"):
-        client.chat.completions.create(**{**given, "tools": broken}, tool_choice="required")
     monkeypatch.setitem(sys.modules, "xgrammar", None)
     with pytest.raises(openai.BadRequestError, match="tool_choice needs xgrammar on the server"):
         client.chat.completions.create(**given, tool_choice="required")
