@@ -23,6 +23,8 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import torch
+
 from hf_dart.errors import UserError
 from hf_dart.hub.tables import markdown
 
@@ -63,7 +65,8 @@ def running(command: Sequence[str]) -> Iterator[tuple[int, int]]:
         port = free.getsockname()[1]
     with TemporaryFile() as output:
         words = [*command, "--host", "127.0.0.1", "--port", str(port)]
-        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+        threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # transformers' server has no option for them
+        process = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=os.environ | threads)
         try:
             end = time.monotonic() + 300
             while not _answers(port):
