@@ -218,11 +218,13 @@ def main() -> int:
     if given.untrained:
         drafters.append(DartHead.from_target(pair.model, tokenizer=pair.tokenizer).eval())
         drafters[0].name_or_path = "an untrained head"
-    found = [one for kind in given.kinds for one in measured(pair, kind, settings, drafters)]
-    content = {**about, "results": found}
+    found: list[dict[str, Any]] = []
+    for kind in given.kinds:
+        found += measured(pair, kind, settings, drafters)
+        content = {**about, "results": found}
+        if given.json:  # what is done is kept, whatever interrupts the rest
+            given.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
     show(as_table(content, phases=False))
-    if given.json:
-        given.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
     return 0 if all(one["identical"] for one in found if one["method"] != STOCK) else 1
 
 
