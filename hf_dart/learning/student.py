@@ -76,16 +76,19 @@ class Student:
     def step(self, segments: Sequence[Segment], rate: float) -> float:
         """Take one step of AdamW on drafts of some segments; return their mean loss, in nats.
 
-        In half of the segments the drafts are those that rounds began with, after drafts that had failed: they are
-        harder than others (as in Draft-OPD, arXiv 2605.29343). Nothing is learnt if the loss is not finite.
+        In half of the segments they are those that rounds began with, if there are enough: after drafts that had
+        failed, they are harder than others (as in Draft-OPD, arXiv 2605.29343). Nothing is learnt if the loss is not
+        finite.
         """
         weights, batch = self._weights(self.learnt), self._batch(segments)
         if self._optimizer is None:
             # Steps are too small for 16 bits.
             self._masters = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in weights]
             self._optimizer = torch.optim.AdamW(self._masters, weight_decay=0.0)
-        anywhere = torch.rand(len(segments), 1, generator=self.generator) < _ANYWHERE
-        wanted = batch["loss_mask"] & (batch["drafted"] | anywhere.to(self.head.device))
+        drafted = batch["drafted"]
+        anywhere = (torch.rand(len(segments), 1, generator=self.generator) < _ANYWHERE).to(drafted.device)
+        anywhere |= drafted.sum(1, keepdim=True) < BLOCKS  # drafts had paused
+        wanted = batch["loss_mask"] & (drafted | anywhere)
         batch["anchors"] = draw_anchors(batch["documents"], BLOCKS, self.head.draft_length, self.generator, wanted)
         with torch.enable_grad(), torch.autocast(self.head.device.type, enabled=False):
             hidden, goals, labels = self._drafts(self.learnt, batch)

@@ -7,6 +7,7 @@ import pickle
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,9 @@ def test_drafts_are_learnt_where_rounds_began(target: Any, head: DartHead, monke
         anchors = {anchor for anchor in row if anchor >= 0}
         assert anchors <= {*segment.begun.nonzero()[:, 0].tolist()}
         assert len(anchors) > 2
+    paused = [replace(one, begun=torch.zeros_like(one.begun)) for one in segments]
+    learner._student.step(paused, 1e-3)
+    assert (drawn[-1] >= 0).any(1).all()
 
 
 def test_memory_is_bounded_and_text_is_learnt_from_only_after_the_comparison(target: Any, head: DartHead) -> None:
