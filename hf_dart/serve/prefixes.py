@@ -58,13 +58,14 @@ class Prefixes:
         """Return the request over the longest beginning that is kept, and the tokens worth keeping of its prompt."""
         if not self._serves(request):
             return request, 0
-        target = _state_of(request.model)
-        if target != self._target:
-            self._kept.clear()
-            self._target = target
         ids = request.input_ids[0].cpu()
         shared = max((_common(ids, other) for other in self._prompts), default=0) - 1
         self._prompts.append(ids)
+        if self._kept or shared >= _LEAST:  # all weights are read for it
+            target = _state_of(request.model)
+            if target != self._target:
+                self._kept.clear()
+                self._target = target
         fitting = [one for one in self._kept if _common(ids, one.tokens) == len(one.tokens)]
         if fitting:
             prefix = max(fitting, key=lambda one: len(one.tokens))
