@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -253,7 +253,7 @@ def _drafted(
                 "model.heal_tokens(input_ids, tokenizer), and pass token_healing=False."
             )
         _take_stop_strings(model, kwargs, tokenizer)
-    decode = functools.partial(
+    decode = partial(
         run or speculative_generate,
         assistant=assistant,
         tree_config=tree_config,
@@ -267,7 +267,9 @@ def _drafted(
     return stock(model, **{**kwargs, "custom_generate": decode})
 
 
-def requested(model: PreTrainedModel, *args: Any, assistant: Drafter[Any], **kwargs: Any) -> Request:
+def requested(
+    model: PreTrainedModel, *args: Any, assistant: Drafter[Any], overlaps: bool = False, **kwargs: Any
+) -> Request:
     """Prepare the call `generate(model, *args, assistant=assistant, **kwargs)` of one row for a seat (`seats.Seats`).
 
     Nothing of it has run when this returns; `open_request` begins it, now or later.
@@ -276,11 +278,12 @@ def requested(model: PreTrainedModel, *args: Any, assistant: Drafter[Any], **kwa
         model: the target.
         args, kwargs: those of `generate`.
         assistant: the drafter.
+        overlaps: another call runs, so that the weights of the target are those that it found.
 
     Raises:
         TypeError, ValueError: as `generate` does, and for calls that no seat takes.
     """
-    return _drafted(model, args, {"assistant": assistant, **kwargs}, run=_admit_to_seat)
+    return _drafted(model, args, {"assistant": assistant, **kwargs}, run=partial(_admit_to_seat, overlaps=overlaps))
 
 
 @host_by_default

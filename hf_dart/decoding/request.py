@@ -26,6 +26,7 @@ from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.suffix_store import Namespace, namespace_of
 from hf_dart.drafters.base import Drafter
+from hf_dart.models.packed_weights import pack
 from hf_dart.models.positions import refuse_crossing
 from hf_dart.models.processes import alone, is_shared, refuse_different_calls
 from hf_dart.models.running_states.mixers import takes_levels
@@ -130,9 +131,12 @@ def admit(
     memory: Any = None,
     synced_gpus: bool = False,
     streamer: Any = None,
+    overlaps: bool = False,
     **model_kwargs: Any,
 ) -> Request:
     """Return a call as a `Request`, from what stock's `generate` hands a callable, and the keywords of `api.generate`.
+
+    A call that `overlaps` another one takes the target's packed weights as that one found them.
 
     Raises:
         TypeError: an argument is of another type.
@@ -179,6 +183,8 @@ def admit(
     refuse_crossing(model, total - min(pads), cached, most)
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     # Nothing of the target has run until here.
+    if not overlaps:
+        pack(model)
     check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))
     input_ids = input_ids.long()  # as stock's are once a token is added
     prompt = input_ids if embeddings is None else embeddings

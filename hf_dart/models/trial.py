@@ -28,7 +28,7 @@ from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of, generator_state, host_by_default, matmul_precision, set_generator_state
 from hf_dart.models.identity import as_before, identity
-from hf_dart.models.packed_weights import pack, packed_weights
+from hf_dart.models.packed_weights import packed_weights
 from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
@@ -129,8 +129,6 @@ def check_verification(
         ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
     refuse_target(model)
-    if text is not None:  # a second copy of the weights is made for calls
-        pack(model)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _UNPADDED
     case, weights = (*identity(model), pads), type(packed_weights(model))
     passed = _passed.setdefault(model, {})

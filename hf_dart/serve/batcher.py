@@ -150,8 +150,13 @@ class Batcher:
         """
         ids = torch.as_tensor(input_ids, device=None if isinstance(input_ids, Tensor) else self.device)
         ids = ids[None] if ids.ndim == 1 else ids
+        # Nothing of ours changes weights of the target while requests run: the first of them looks at their contents.
+        overlaps = not all(call.handle.done() for call in self._calls())
+        if not overlaps:
+            self._prefixes.checked = False
         given = {"assistant": self._drafter, "memory": self._memory, **options}
-        request = replace(requested(self._model, ids, generation_config, **given), observers=(*observers,))
+        request = requested(self._model, ids, generation_config, overlaps=overlaps, **given)
+        request = replace(request, observers=(*observers,))
         if request.most > self.max_tokens:
             raise ValueError(
                 f"This request may hold {request.most} tokens, {request.total} of its prompt and the new ones, and "
@@ -177,12 +182,16 @@ class Batcher:
         with self._changed:
             self._closed = True
             self._changed.notify()
-            calls = [*self._waiting, *self._running, *filter(None, [self._reading])]
             thread = self._thread
-        for call in calls if cancel else ():
+        for call in self._calls() if cancel else ():
             call.handle.cancel()
         if thread is not None:
             thread.join()
+
+    def _calls(self) -> list[_Call]:
+        """Return all requests that wait or run."""
+        with self._changed:
+            return [*self._waiting, *self._running, *filter(None, [self._reading])]
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_dart.cache.slot_cache import SlotCache
@@ -53,6 +52,8 @@ class Prefixes:
         self._prompts: deque[Tensor] = deque(maxlen=_RECENT)
         self._kept: list[_Prefix] = []  # the one that was used last at the end
         self._target: Any = None
+        self._weights: Any = None  # of the target
+        self.checked = False  # its weights are those
 
     def begin(self, request: Request) -> tuple[Request, int]:
         """Return the request over the longest beginning that is kept, and the tokens worth keeping of its prompt."""
@@ -61,8 +62,12 @@ class Prefixes:
         ids = request.input_ids[0].cpu()
         shared = max((_common(ids, other) for other in self._prompts), default=0) - 1
         self._prompts.append(ids)
-        if self._kept or shared >= _LEAST:  # all weights are read for it
-            target = _state_of(request.model)
+        if self._kept or shared >= _LEAST:
+            model = request.model
+            if not self.checked:
+                self.checked = True  # before they are read: meanwhile a later request may ask for that again
+                self._weights = contents_of(model.parameters())
+            target = identity(model), contents_of(model.buffers()), self._weights
             if target != self._target:
                 self._kept.clear()
                 self._target = target
@@ -132,8 +137,3 @@ def _common(one: Tensor, other: Tensor) -> int:
     length = min(len(one), len(other))
     differ = (one[:length] != other[:length]).nonzero()
     return int(differ[0]) if len(differ) else length
-
-
-def _state_of(model: PreTrainedModel) -> Any:
-    """Return a key that changes with a target's weights, and with what else its entries depend on."""
-    return identity(model), contents_of((*model.parameters(), *model.buffers()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +20,7 @@ from support.users import TOKENIZER, OwnError, Processor
 from transformers import LogitsProcessor
 
 from hf_dart import Batcher, LookupDrafter, SuffixStore, TreeConfig, attach
+from hf_dart.models import devices, packed_weights
 from hf_dart.models.verify import Verifier
 from hf_dart.serve import batcher as batcher_module
 from hf_dart.serve import prefixes as prefixes_module
@@ -270,9 +271,7 @@ def test_processors_that_draw() -> None:
     with pytest.raises(ValueError, match="draws random numbers"):
         bad.result()
     torch.manual_seed(3)
-    assert torch.equal(
-        good.result(), type(target).generate(target, **prompts([5]), **options, guidance_scale=1.5)
-    )
+    assert torch.equal(good.result(), type(target).generate(target, **prompts([5]), **options, guidance_scale=1.5))
 
 
 def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,3 +345,38 @@ def test_drafter_and_memory_of_an_attached_model() -> None:
     assert handle.stats.drafted <= handle.stats.rounds
     assert store.tokens >= 23
     assert store.names == [""]
+
+
+def test_weights_are_read_by_requests_that_overlap_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is cancelled has ended, although its seat is taken until the next round."""
+    target, read = tiny_target("llama", dtype=torch.float32), []
+
+    def contents(weights: Iterable[torch.Tensor]) -> list[tuple[int, ...]]:
+        weights = [*weights]
+        read.extend(one for one in weights if one is target.lm_head.weight)
+        return devices.contents_of(weights)
+
+    monkeypatch.setattr(packed_weights, "_LEAST", 1)
+    for module in (packed_weights, prefixes_module):
+        monkeypatch.setattr(module, "contents_of", contents)
+    batcher, handles = Scheduled(target, tiny_head(target)), list[Handle]()
+    options = {**prompts([40]), "do_sample": False, "max_new_tokens": 20}
+
+    def change() -> None:
+        batcher._running[0].handle.cancel()
+        target.model.layers[0].mlp.down_proj.weight.data.mul_(2.0)
+        handles.append(batcher.submit(**options))
+
+    for number in (2, 3):
+        batcher.schedule[number].append(lambda: handles.append(batcher.submit(**options)))
+    first = batcher.submit(**options).result(timeout=60)
+    assert torch.equal(first, type(target).generate(target, **options))
+    assert all(torch.equal(handle.result(timeout=60), first) for handle in handles)
+    assert packed_weights._known[target].ready
+    assert len(read) == 2, "by packed weights, and by beginnings that are shared"
+    batcher.schedule[batcher.rounds + 2].append(change)
+    batcher.submit(**options)
+    batcher._thread.join()
+    last = handles[-1].result(timeout=60)
+    assert not torch.equal(last, first)
+    assert torch.equal(last, type(target).generate(target, **options))
