@@ -16,14 +16,7 @@ from hf_dart.serve.writing import Piece, Texts
 
 
 class Completion:
-    """Answer to `POST /v1/completions`.
-
-    Args:
-        asked: the request.
-        texts: what is written for it.
-        model: the model's name.
-        tokenizer: of the model.
-    """
+    """Answer to `POST /v1/completions`, of the texts that are written for it."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
@@ -33,7 +26,7 @@ class Completion:
         self._offsets = [0] * texts.size  # characters whose log-probabilities are told
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for the texts, and return the answer."""
+        """Wait for the end, and return the answer."""
         wholes = [self.opening(number) for number in range(self._texts.size)]
         async for piece in self._texts.pieces():
             wholes[piece.index] |= piece
@@ -89,18 +82,12 @@ class Chat(Completion):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def opening(self, number: int) -> Piece:
-        """Return what comes before a text."""
-        return Piece(number)
-
     def choice(self, piece: Piece) -> dict[str, Any]:
-        """Return a message with its log-probabilities."""
         said = {"role": "assistant", "content": piece.text or (None if piece.calls else ""), "refusal": None}
         calls = [{name: value for name, value in one.items() if name != "index"} for one in _calls(piece)]
         return self._of(piece, "message", said | ({"tool_calls": calls} if calls else {}))
 
     def change(self, piece: Piece, first: bool = False) -> dict[str, Any]:
-        """Return what a stream tells of a piece."""
         said = ({"role": "assistant"} if first else {}) | {"content": piece.text}
         return self._of(piece, "delta", said | ({"tool_calls": _calls(piece)} if piece.calls else {}))
 
@@ -125,7 +112,7 @@ def _calls(piece: Piece) -> list[dict[str, Any]]:
 
 
 class Response:
-    """Answer to `POST /v1/responses`: one message of one part, then calls; arguments are those of `Completion`."""
+    """Answer to `POST /v1/responses`: one message of one part, then calls; methods are those of `Completion`."""
 
     def __init__(self, asked: Any, texts: Texts, model: str, tokenizer: Any) -> None:
         self._texts, self._number = texts, -1
@@ -138,11 +125,9 @@ class Response:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """Wait for the text, and return the answer."""
         return self._of(reduce(or_, [piece async for piece in self._texts.pieces()], Piece(0)))
 
     async def events(self) -> AsyncIterator[str]:
-        """Yield the events of one message."""
         place = {"item_id": self._item["id"], "output_index": 0, "content_index": 0}
         begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         item = {**self._item, "status": "in_progress", "content": []}
@@ -171,7 +156,6 @@ class Response:
         yield self._told(f"response.{answer['status']}", response=answer)
 
     def failed(self, refusal: Refusal) -> str:
-        """Return the event of a stream that ends with an error."""
         return self._told("error", **{name: refusal.error[name] for name in ("message", "param", "code")})
 
     def _told(self, kind: str, **content: Any) -> str:

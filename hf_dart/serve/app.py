@@ -28,16 +28,7 @@ log = logging.getLogger("hf_dart.serve")
 
 
 def build_app(service: Service, api_key: str | None = None, enable_cors: bool = False) -> FastAPI:
-    """Make the app of a server.
-
-    Args:
-        service: the model.
-        api_key: that requests to /v1 have to bring; None: none.
-        enable_cors: answer pages of other origins too.
-
-    Returns:
-        The app: /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, /health, /metrics, and a page at /.
-    """
+    """Make the app of a server, for pages of other origins too if `enable_cors`; /v1 asks for the `api_key`, if any."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -155,19 +146,12 @@ async def _events(answer: Any) -> AsyncIterator[str]:
 
 
 class Guard:
-    """Checks of a request to /v1 before it is read: key, size and time; and its line in the log.
-
-    Args:
-        app: what it is passed on to.
-        service: the model, with its limits.
-        api_key: that requests have to bring; None: none.
-    """
+    """Checks of a request to /v1 before it is read: key, size and time; and its line in the log."""
 
     def __init__(self, app: Any, service: Service, api_key: str | None) -> None:
         self._app, self._service, self._key, self._inside = app, service, api_key, 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Pass a request on, or refuse it."""
         if scope["type"] != "http" or not scope["path"].startswith("/v1/"):
             await self._app(scope, receive, send)
             return

@@ -9,15 +9,8 @@ from typing import Any
 class Detokenizer:
     """Text of tokens that come one by one: what `add` and `end` return, joined, is the text of all of them.
 
-    Only the last tokens are decoded again, with those before them that decide on spaces between the two.
-
-    Args:
-        tokenizer: of the model.
-        stops: strings of which the first one that appears ends the text, and is no part of it.
-        special: whether the text has special tokens, too.
-
-    Attributes:
-        stopped: a stop string has appeared.
+    Only the last tokens are decoded again, with those before them that decide on spaces between the two. The first of
+    `stops` that appears ends the text, and is no part of it. `special` tokens are text, too, if asked for.
     """
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = (), special: bool = False) -> None:
@@ -26,7 +19,7 @@ class Detokenizer:
         self._before = 0  # of these, tokens whose text is passed on
         self._passed = 0  # characters of their text that are passed on
         self._held = ""  # may be the beginning of a stop string
-        self.stopped = False
+        self.stopped = False  # True once one of `stops` has appeared
 
     def add(self, token: int) -> str:
         """Take a token, and return what of the text is certain now."""

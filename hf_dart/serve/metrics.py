@@ -16,15 +16,8 @@ class Metrics:
     """Counters, gauges and histograms of one server.
 
     A draft is one round of one text; its draft tokens are the nodes of its tree, the root excluded, and the accepted
-    ones lie on one path, so that 1 + accepted / drafts is the acceptance length.
-
-    Args:
-        model: its name.
-        gauges: values that are asked for whenever somebody looks.
-
-    Attributes:
-        registry: of all of them.
-        written: counter of tokens.
+    ones lie on one path, so that 1 + accepted / drafts is the acceptance length. `gauges` are asked whenever somebody
+    looks.
     """
 
     def __init__(self, model: str, gauges: Mapping[str, Callable[[], float]]) -> None:

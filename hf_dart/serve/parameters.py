@@ -29,8 +29,7 @@ _REASONS = {
 _REFUSED = {name: why for why, names in _REASONS.items() for name in names.split()}
 # Values of these that ask for nothing.
 _TEXT = {"type": "text"}
-_NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "auto", "disabled")
-_NOTHING += (["text"], _TEXT, {"format": _TEXT})
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "auto", "disabled", ["text"], _TEXT, {"format": _TEXT})
 # Parameters that change no text.
 _NOTES = frozenset(
     ["metadata", "service_tier", "prompt_cache_key", "max_tool_calls", "parallel_tool_calls", "prompt_cache_retention"]
@@ -63,9 +62,9 @@ class _Read(BaseModel):
 
 def _text_of(content: Any) -> str | None:
     """Return the text of a message: a string, or a list of parts that are text; None for none."""
-    if content is None:
-        return None
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    if content is None or isinstance(content, str):
+        return content
+    parts: list[Any] = content if isinstance(content, list) else [None]
     for part in parts:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
@@ -170,12 +169,8 @@ class _Message(_Read):
 
     def for_template(self) -> dict[str, Any]:
         """Return what chat templates read."""
-        role = "system" if self.role == "developer" else self.role
-        return {name: value for name, value in self.model_dump().items() if value} | _said(role, self.content or "")
-
-
-def _said(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
+        said = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
+        return {name: value for name, value in self.model_dump().items() if value} | said
 
 
 _Messages = Annotated[list[_Message], FailFast(), Field(min_length=1, max_length=10_000)]
@@ -224,6 +219,7 @@ class Asked(_Read):
     safety_identifier: str | None = Field(None, max_length=512)
     most: ClassVar[Any]  # new tokens at most; None for as many as the model takes
     schema_of_text: ClassVar[Any] = None
+    echo: ClassVar[Any] = False  # whether the prompt is sent before the text
     functions: ClassVar[Any] = ()  # tools that the model is told of
     forced: ClassVar[Any] = ()  # tools of which one has to be called
     parallel: ClassVar[Any] = True  # whether a text may have several calls
@@ -248,7 +244,7 @@ class CompletionAsked(Asked):
     prompt: Annotated[Any, AfterValidator(_prompts_of)]
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = False
+    echo: bool | None = False  # type: ignore[misc]
     most = property(lambda self: self.max_tokens)
     top = property(lambda self: self.logprobs)
 
@@ -269,19 +265,16 @@ class _Talk(Asked):
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """Tools that the model is told of."""
         return [] if self.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
     def forced(self) -> list[dict[str, Any]]:
-        """Tools of which one has to be called."""
         if isinstance(self.tool_choice, dict):
             return [tool for tool in self.functions if tool["function"]["name"] == self.tool_choice["name"]]
         return self.functions if self.tool_choice == "required" else []
 
     @property
     def parallel(self) -> bool:
-        """Whether a text may have several calls."""
         return self.parallel_tool_calls is not False and isinstance(self.tool_choice, str)
 
 
@@ -303,7 +296,7 @@ class ChatAsked(_Talk):
 def _messages_of(given: Any) -> Any:
     """Return a text, or a list of items, as messages of a chat."""
     messages, calls = list[Any](), list[Any]()
-    for item in [_said("user", given)] if isinstance(given, str) else _as_list(given):
+    for item in [{"role": "user", "content": given}] if isinstance(given, str) else _as_list(given):
         kind = item.get("type") if isinstance(item, dict) else None
         if kind == "function_call":
             call = {"id": item.get("call_id"), "function": {key: item.get(key) for key in ("name", "arguments")}}
@@ -313,7 +306,7 @@ def _messages_of(given: Any) -> Any:
             continue
         calls = []
         if kind == "function_call_output":
-            messages.append({**_said("tool", item.get("output")), "tool_call_id": item.get("call_id")})
+            messages.append({"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")})
         else:
             messages.append(item)
     return messages
@@ -331,6 +324,5 @@ class ResponseAsked(_Talk):
 
     @property
     def turns(self) -> list[dict[str, str]]:
-        """The messages, as chat templates read them."""
-        first = [_said("system", self.instructions)] if self.instructions else []
+        first = [{"role": "system", "content": self.instructions}] if self.instructions else []
         return [*first, *(one.for_template() for one in self.input)]

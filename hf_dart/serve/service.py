@@ -39,18 +39,9 @@ class Limits:
 
 
 class Service:
-    """A model, its tokenizer and the batcher that writes.
+    """A model, which is listed by the first of its `names`, and the batcher that writes.
 
-    Args:
-        model, tokenizer, drafter: the pair.
-        names: by which requests may name the model; the first is the one it is listed by.
-        limits: of requests.
-        memory: of texts, from which later ones of the same user are drafted; None for none.
-
-    Attributes:
-        taken: texts that are being written or wait.
-        ends: tokens that end a text.
-        reader: thread that reads prompts, one at a time.
+    `memory` is of texts, from which later ones of the same user are drafted. `reader` reads prompts, one at a time.
     """
 
     def __init__(
@@ -62,7 +53,8 @@ class Service:
         limits: Limits,
         memory: SuffixStore | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.names, self.limits, self.taken = model, tokenizer, [*names], limits, 0
+        self.model, self.tokenizer, self.names, self.limits = model, tokenizer, [*names], limits
+        self.taken = 0  # texts that are being written or wait
         self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.tokens)
         gauges: dict[str, Callable[[], float]] = {
             "num_requests_running": lambda: self.batcher.running,
@@ -73,7 +65,7 @@ class Service:
         self.metrics, self._memory = Metrics(self.names[0], gauges), memory
         self.reader = ThreadPoolExecutor(1)
         ends = model.generation_config.eos_token_id
-        self.ends = frozenset(ends if isinstance(ends, list) else [ends])
+        self.ends = frozenset(ends if isinstance(ends, list) else [ends])  # tokens that end a text
         self._samples = bool(model.generation_config.do_sample)
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Any = None
@@ -103,14 +95,7 @@ class Service:
             raise Refusal(message, "model", 404)
 
     def read(self, asked: Asked) -> tuple[list[list[int]], list[dict[str, Any]]]:
-        """Read what was asked for.
-
-        Returns:
-            Of each prompt its token ids, and options of `generate`.
-
-        Raises:
-            Refusal: it cannot be had.
-        """
+        """Return of each prompt its token ids, and options of `generate`; raise a `Refusal` if they cannot be had."""
         self.check_name(asked.model)
         for token in asked.logit_bias or ():
             if int(token) >= self._vocabulary:

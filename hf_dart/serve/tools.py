@@ -41,18 +41,9 @@ def grammar_of(asked: Asked, xgrammar: Any) -> dict[str, Any]:
 
 
 class Reader:
-    """Reader of one text as it comes, which tells calls of functions from the rest.
+    """Reader of one text as it comes, which tells calls of functions, `calls` so far, from the rest.
 
-    Args:
-        asked: the request.
-        tokenizer, model: what writes the text.
-        prompt: token ids, as templates may begin the answer.
-
-    Attributes:
-        calls: number of calls so far.
-
-    Raises:
-        Refusal: nothing says what a call looks like in a text of this model.
+    The answer may begin in the prompt. Raises a `Refusal` where nothing says what a call looks like in such a text.
     """
 
     def __init__(self, asked: Asked, tokenizer: Any, model: Any, prompt: list[int]) -> None:

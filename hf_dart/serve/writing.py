@@ -117,13 +117,9 @@ class _Text:
 
 
 class Texts:
-    """Texts of one request: `begin`, then `pieces`, then `close`, whatever happens.
+    """Texts of one request whose body has been read: `begin`, then `pieces`, then `close`, whatever happens.
 
-    Args:
-        service: what writes them.
-        asked: what was asked for.
-        prompts, options: of each prompt, as `Service.read` has read them.
-        request: of HTTP, whose body has been read.
+    `prompts` and `options` are those that `Service.read` returns.
     """
 
     def __init__(
@@ -147,12 +143,7 @@ class Texts:
         return sum(map(len, self._prompts)), sum(text.tokens for text in self._texts)
 
     async def begin(self) -> None:
-        """Hand the texts to the batcher, and wait until one of them has a token.
-
-        Raises:
-            Refusal: they cannot be written.
-            ClientGoneError: the client has left.
-        """
+        """Hand the texts to the batcher, and wait for a token; raise a `Refusal` or, if the client left, that error."""
         loop = asyncio.get_running_loop()
         await loop.run_in_executor(self._service.reader, self._submit, loop)
         while not any(text.handle.tokens or text.handle.done() for text in self._texts):
