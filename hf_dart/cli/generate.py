@@ -89,21 +89,16 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[s
     prompt = check_text(arguments.prompt, "The prompt")
     pair = common.load(arguments)
     if arguments.chat:
-        prompt = _in_template(prompt, pair, arguments.thinking)
+        turn, thinking = [{"role": "user", "content": prompt}], arguments.thinking
+        flags = thinking_of(pair) if thinking is None else {"enable_thinking": thinking}
+        about = "Leave --chat out; the target's chat template does not take this prompt"
+        with as_user_error(Exception, about=about):  # a template is a program
+            prompt = pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)
     encoded = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=not arguments.chat)
     if encoded["input_ids"].shape[1] == 0:
         raise UserError("The prompt is empty; give some text.")
     inputs = {name: encoded[name].to(pair.model.device) for name in ("input_ids", "attention_mask")}
     return pair, inputs, options
-
-
-def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
-    """`prompt` as a user's message, up to where the assistant begins to write."""
-    turn = [{"role": "user", "content": prompt}]
-    flags = thinking_of(pair) if thinking is None else {"enable_thinking": thinking}
-    about = "Leave --chat out; the target's chat template does not take this prompt"
-    with as_user_error(Exception, about=about):  # a template is a program
-        return pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)
 
 
 def _stats_lines(rate: str, stats: Any) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from hf_dart.cli.common import positive, say, sizes
+from hf_dart.cli.common import given, positive, say, sizes
 from hf_dart.errors import UserError, as_user_error, read_text
 from hf_dart.hub.loading import load_tokenizer
 
@@ -58,12 +58,10 @@ def _build(arguments: argparse.Namespace) -> int:
         table = ngram_build.build(
             _documents(arguments, len(tokenizer)),
             arguments.table,
-            order=arguments.order,
             tokenizer=tokenizer,
-            column=arguments.column,
             eos=tokenizer.eos_token_id,
-            min_counts=arguments.min_counts,
             progress=say,
+            **given(arguments, ("order", "column", "min_counts")),
         )
     seconds = perf_counter() - begun
     _describe(table)

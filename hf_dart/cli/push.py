@@ -39,13 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
             write_folder(arguments.folder, arguments.dry_run, arguments.repository, **known)
             print(f"Wrote {arguments.dry_run}; nothing was pushed.")
             return 0
-        commit = push_folder(
-            arguments.folder,
-            arguments.repository,
-            private=arguments.private,
-            revision=arguments.revision,
-            create_pr=arguments.create_pr,
-            **known,
-        )
+        where = {name: getattr(arguments, name) for name in ("private", "revision", "create_pr")}
+        commit = push_folder(arguments.folder, arguments.repository, **where, **known)
     print(commit.pr_url or commit.commit_url)
     return 0

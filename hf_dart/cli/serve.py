@@ -14,32 +14,28 @@ from hf_dart.errors import UserError, read_text
 
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 _KEY = "HF_DART_API_KEY"
-_seconds = common.number(float, lambda value: value > 0, "more than 0")
-_size = common.number(int, lambda value: value >= 0, "0 or more")
+_LIMITS = ("seats", "waiting", "max_tokens", "max_body", "timeout")
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser(
-        "serve", parents=[common.pair_options()], help="chat and completions over HTTP, as OpenAI's API, with drafts"
-    )
+    about = "chat and completions over HTTP, as OpenAI's API, with drafts"
+    parser = commands.add_parser("serve", parents=[common.pair_options()], help=about)
     parser.add_argument("--host", default="localhost", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
     parser.add_argument("--api-key", metavar="KEY", help=f"that requests have to bring (default: ${_KEY}, else none)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="for chat, in place of the tokenizer's own")
-    for name, default, about in (
-        ("--seats", 16, "texts that are written at a time"),
-        ("--waiting", 64, "texts that may wait for a seat"),
-        ("--max-tokens", 2**16, "that the texts which are written may hold together"),
-        ("--max-body", 2**22, "bytes of a request"),
-        ("--grace", 30, "seconds in which what runs is answered once the server is told to stop"),
+    positive, seconds = common.positive, common.number(float, lambda value: value > 0, "more than 0")
+    size = common.number(int, lambda value: value >= 0, "0 or more")
+    for name, kind, default, unit, about in (
+        ("--seats", positive, 16, None, "texts that are written at a time"),
+        ("--waiting", positive, 64, None, "texts that may wait for a seat"),
+        ("--max-tokens", positive, 2**16, None, "that the texts which are written may hold together"),
+        ("--max-body", positive, 2**22, None, "bytes of a request"),
+        ("--grace", positive, 30, None, "seconds in which what runs is answered once the server is told to stop"),
+        ("--timeout", seconds, 600, "SECONDS", "for an answer"),
+        ("--memory", size, 64, "MIB", "of earlier texts, to draft from; 0: none"),
     ):
-        parser.add_argument(name, type=common.positive, default=default, help=f"{about} (default: %(default)s)")
-    parser.add_argument(
-        "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="for an answer (default: %(default)g)"
-    )
-    parser.add_argument(
-        "--memory", type=_size, default=64, metavar="MIB", help="of earlier texts, to draft from; 0: none (default: 64)"
-    )
+        parser.add_argument(name, type=kind, default=default, metavar=unit, help=f"{about} (default: %(default)s)")
     parser.add_argument("--enable-cors", action="store_true", help="answer pages of other origins too")
     parser.set_defaults(command=_run)
 
@@ -62,14 +58,7 @@ def app_of(arguments: argparse.Namespace) -> Any:
         pair.tokenizer.chat_template = template
     if not pair.tokenizer.chat_template:
         common.say("The tokenizer has no chat template: /v1/completions answers; give --chat-template for the others.")
-    limits = Limits(
-        length=length_of(pair.model, arguments.max_tokens),
-        seats=arguments.seats,
-        tokens=arguments.max_tokens,
-        waiting=arguments.waiting,
-        body=arguments.max_body,
-        seconds=arguments.timeout,
-    )
+    limits = Limits(length_of(pair.model, arguments.max_tokens), **common.given(arguments, _LIMITS))
     memory = SuffixStore(arguments.memory << 20) if arguments.memory else None
     target = arguments.target or pair.target_name
     names = dict.fromkeys([pair.target_name, target, Path(target).name])

@@ -107,7 +107,7 @@ async def _answer(service: Service, kind: Any, asked: Asked, request: Request) -
         await texts.begin()
         answer = kind(asked, texts, service.names[0], service.tokenizer)
         streams = bool(asked.stream)
-        return _Stream(answer, texts, service.limits.seconds) if streams else JSONResponse(await answer.whole())
+        return _Stream(answer, texts, service.limits.timeout) if streams else JSONResponse(await answer.whole())
     except ClientGoneError:
         return Response(status_code=499)
     finally:
@@ -182,7 +182,8 @@ class Guard:
 
     def _bounded(self, receive: Any) -> Any:
         """Return `receive` for a body that is neither too large nor too slow."""
-        most, size, whole, end = self._service.limits.body, 0, False, asyncio.get_running_loop().time() + _BODY_SECONDS
+        most, size, whole = self._service.limits.max_body, 0, False
+        end = asyncio.get_running_loop().time() + _BODY_SECONDS
 
         async def bounded() -> Any:
             nonlocal size, whole

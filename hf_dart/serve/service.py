@@ -32,10 +32,10 @@ class Limits:
 
     length: int  # tokens of a prompt and its text together
     seats: int = 16  # texts that are written at a time
-    tokens: int = MAX_TOKENS  # that they may hold together (`Batcher`)
+    max_tokens: int = MAX_TOKENS  # that they may hold together (`Batcher`)
     waiting: int = 64  # texts that may wait for a seat
-    body: int = 2**22  # bytes of a request
-    seconds: float = 600.0  # until it is answered
+    max_body: int = 2**22  # bytes of a request
+    timeout: float = 600.0  # seconds until it is answered
 
 
 class Service:
@@ -55,7 +55,7 @@ class Service:
     ) -> None:
         self.model, self.tokenizer, self.names, self.limits = model, tokenizer, [*names], limits
         self.taken = 0  # texts that are being written or wait
-        self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.tokens)
+        self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.max_tokens)
         gauges: dict[str, Callable[[], float]] = {
             "num_requests_running": lambda: self.batcher.running,
             "num_requests_waiting": lambda: self.batcher.waiting,

@@ -134,7 +134,7 @@ class Texts:
         self._begun, self._news, self._gone = perf_counter(), asyncio.Event(), False
         self._first: float | None = None
         loop = asyncio.get_running_loop()
-        self._deadline = loop.time() + service.limits.seconds
+        self._deadline = loop.time() + service.limits.timeout
         self._watcher = loop.create_task(self._watch())
 
     @property
@@ -171,7 +171,7 @@ class Texts:
             async with asyncio.timeout_at(self._deadline):
                 await self._news.wait()
         except TimeoutError:
-            seconds = self._service.limits.seconds
+            seconds = self._service.limits.timeout
             late = f"The answer took more than {seconds:g} s; ask for fewer tokens."
             raise Refusal(late, status=504) from None
         self._news.clear()

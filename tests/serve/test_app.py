@@ -29,7 +29,7 @@ from hf_dart.serve import app
 from hf_dart.serve.service import Limits, Service, length_of
 
 NAME = "tiny"
-LIMITS = Limits(length=200, seats=3, waiting=20, body=20_000, tokens=600)
+LIMITS = Limits(length=200, seats=3, waiting=20, max_body=20_000, max_tokens=600)
 PROMPT = "abcDEF"
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}A{% endif %}"
 
@@ -410,7 +410,7 @@ def test_a_client_that_leaves_frees_its_seat_within_a_round(
 
 
 def test_an_answer_that_takes_too_long(target: Any) -> None:
-    limits = Limits(length=200, seconds=1.0)
+    limits = Limits(length=200, timeout=1.0)
     service = Service(target, TOKENIZER, tiny_head(target), [NAME], limits)
     run = service.batcher._round
 
