@@ -82,6 +82,9 @@ class Chat(Completion):
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def opening(self, number: int) -> Piece:
+        return Piece(number)
+
     def choice(self, piece: Piece) -> dict[str, Any]:
         said = {"role": "assistant", "content": piece.text or (None if piece.calls else ""), "refusal": None}
         calls = [{name: value for name, value in one.items() if name != "index"} for one in _calls(piece)]

@@ -219,7 +219,6 @@ class Asked(_Read):
     safety_identifier: str | None = Field(None, max_length=512)
     most: ClassVar[Any]  # new tokens at most; None for as many as the model takes
     schema_of_text: ClassVar[Any] = None
-    echo: ClassVar[Any] = False  # whether the prompt is sent before the text
     functions: ClassVar[Any] = ()  # tools that the model is told of
     forced: ClassVar[Any] = ()  # tools of which one has to be called
     parallel: ClassVar[Any] = True  # whether a text may have several calls
@@ -244,7 +243,7 @@ class CompletionAsked(Asked):
     prompt: Annotated[Any, AfterValidator(_prompts_of)]
     max_tokens: int | None = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=20)
-    echo: bool | None = False  # type: ignore[misc]
+    echo: bool | None = False
     most = property(lambda self: self.max_tokens)
     top = property(lambda self: self.logprobs)
 

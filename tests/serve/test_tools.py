@@ -72,117 +72,99 @@ def client(service: Service) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def stock(service: Service, turns: list[Any], tools: Any = None, seed: int = 0, **options: Any) -> tuple[str, str]:
-    """What stock `generate` writes to a conversation, and the prompt."""
+def stock(service: Service, tools: Any = None, seed: int = 0, **options: Any) -> tuple[str, str]:
+    """What stock `generate` writes to the messages, and the prompt."""
     asked = {"tokenize": False, "add_generation_prompt": True, **({"tools": tools} if tools else {})}
-    prompt = service.tokenizer.apply_chat_template(turns, **asked)
+    prompt = service.tokenizer.apply_chat_template(MESSAGES, **asked)
     ids = torch.tensor([service.tokenizer(prompt, add_special_tokens=False)["input_ids"]])
     torch.manual_seed(seed)
-    model = service.model
-    new = type(model).generate(model, ids, attention_mask=torch.ones_like(ids), do_sample=True, **options)[0]
-    return service.tokenizer.decode(
-        [token for token in new[ids.shape[1] :].tolist() if token not in service.ends]
-    ), prompt
+    new = type(service.model).generate(service.model, ids, do_sample=True, **options)[0, ids.shape[1] :].tolist()
+    return service.tokenizer.decode([token for token in new if token not in service.ends]), prompt
 
 
-def calls_of(message: Any) -> list[tuple[str, Any]]:
-    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+def calls_of(message: Any) -> list[tuple[str, str]]:
+    return [(call.function.name, call.function.arguments) for call in message.tool_calls or ()]
 
 
 @pytest.mark.parametrize(
-    ("choice", "parallel"),
-    [("required", True), ("required", False), ({"type": "function", "function": {"name": "copy_file"}}, True)],
+    ("choice", "parallel", "tokens"),
+    [
+        ("required", True, 120),
+        ("required", False, 60),
+        ({"type": "function", "function": {"name": "copy_file"}}, True, 60),
+    ],
 )
-def test_calls_that_have_to_be_made(service: Service, client: Any, choice: Any, parallel: bool) -> None:
+def test_calls_that_have_to_be_made(service: Service, client: Any, choice: Any, parallel: bool, tokens: int) -> None:
     """The text is stock's with the processor of the same grammar; arguments are those of the schema."""
     pytest.importorskip("xgrammar")
     given = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
-    asked, named = ChatAsked(**given), not isinstance(choice, str)
-    for seed in range(3):
-        options = {"max_new_tokens": 160, "logits_processor": service.masks(asked)}
-        text, _ = stock(service, MESSAGES, asked.functions, seed, **options)
-        written = map(json.loads, re.findall("<tool_call>\n(.*)\n</tool_call>", text))
-        wanted = [(one["name"], one["arguments"]) for one in written]
-        rest = text.rpartition("</tool_call>")[2]  # of a call that max_tokens cuts
-        end = "length" if rest else "tool_calls"
-        options = {"model": "code", **given, "temperature": 1, "seed": seed, "max_tokens": 160}
-        answer = client.chat.completions.create(**options)
-        (made,) = answer.choices
-        assert (calls_of(made.message), made.finish_reason) == (wanted, end)
+    asked = ChatAsked(**given)
+    text, _ = stock(service, asked.functions, max_new_tokens=tokens, logits_processor=service.masks(asked))
+    written = map(json.loads, re.findall("<tool_call>\n(.*)\n</tool_call>", text))
+    wanted = [(one["name"], one["arguments"]) for one in written]
+    rest = text.rpartition("</tool_call>")[2]  # of a call that max_tokens cuts
+    assert (len(wanted) > 1, rest != "") == (tokens == 120, tokens == 120)
+    for name, arguments in wanted:
+        assert {"copy_file": {"path", "again"}, "state": {"deep"}, "stop": set()}[name] == arguments.keys()
+        assert name == "copy_file" or isinstance(choice, str)
+    options = {"model": "code", **given, "temperature": 1, "seed": 0, "max_tokens": tokens}
+    (whole,) = client.chat.completions.create(**options).choices
+    with client.chat.completions.stream(**options) as stream:  # put together from the deltas
+        stream.until_done()
+        (streamed,) = stream.current_completion_snapshot.choices
+    for made in (whole, streamed):
+        found = [(name, json.loads(arguments)) for name, arguments in calls_of(made.message)]
+        assert (found, made.finish_reason) == (wanted, "length" if rest else "tool_calls")
         assert rest.endswith(made.message.content or "")
-        assert len({call.id for call in made.message.tool_calls}) == len(wanted) >= 1
-        if named or not parallel:
-            assert (len(wanted), rest) == (1, "")
-        for name, arguments in wanted:
-            assert {"copy_file": {"path", "again"}, "state": {"deep"}, "stop": set()}[name] == arguments.keys()
-            assert name == "copy_file" or not named
-        with client.chat.completions.stream(**options) as stream:  # put together from the deltas
-            stream.until_done()
-            (streamed,) = stream.current_completion_snapshot.choices
-        assert calls_of(streamed.message) == wanted
-        assert (streamed.message.content or None, streamed.finish_reason) == (made.message.content, end)
+        assert len({call.id for call in made.message.tool_calls}) == len(wanted)
+    assert whole.message.content == (streamed.message.content or None)
 
 
-def test_calls_that_the_model_makes(service: Service, client: Any) -> None:
+@pytest.mark.parametrize(("seed", "count"), [(1, 0), (3, 3)])
+def test_calls_that_the_model_makes(service: Service, client: Any, seed: int, count: int) -> None:
     """Calls as the tokenizer's response template has them, the rest is text; without parallel calls one ends it."""
-    given = {"model": "code", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 60}
-    found = 0
-    for seed in range(4):
-        text, prompt = stock(service, MESSAGES, TOOLS, seed, max_new_tokens=60)
-        wanted = service.tokenizer.parse_response(text, prefix=prompt)
-        events = client.chat.completions.create(**given, seed=seed, stream=True)
-        deltas = [choice.delta for event in events for choice in event.choices]
-        made = [call for delta in deltas for call in delta.tool_calls or ()]
-        assert [call.index for call in made] == [*range(len(made))]
-        pairs = [(call.function.name, call.function.arguments) for call in made]
-        assert pairs == [
-            (one["function"]["name"], one["function"]["arguments"]) for one in wanted.get("tool_calls", ())
-        ]
-        whole = client.chat.completions.create(**given, seed=seed).choices[0].message
-        assert [(call.function.name, call.function.arguments) for call in whole.tool_calls or ()] == pairs
-        content = "".join(delta.content or "" for delta in deltas)
-        assert (whole.content or "") == content
-        once = client.chat.completions.create(**given, seed=seed, parallel_tool_calls=False)
-        if pairs:
-            assert once.choices[0].finish_reason == "tool_calls"
-            assert once.usage.completion_tokens < 60
-            assert content.startswith(once.choices[0].message.content or "")
-        assert len(once.choices[0].message.tool_calls or ()) == min(len(pairs), 1)
-        found += len(pairs)
-        none = client.chat.completions.create(**given, seed=seed, tool_choice="none").choices[0].message
-        assert (none.tool_calls, none.content) == (None, stock(service, MESSAGES, seed=seed, max_new_tokens=60)[0])
-    assert found > 3
+    given = {"model": "code", "messages": MESSAGES, "tools": TOOLS, "temperature": 1, "max_tokens": 30, "seed": seed}
+    text, prompt = stock(service, TOOLS, seed, max_new_tokens=30)
+    wanted = [one["function"] for one in service.tokenizer.parse_response(text, prefix=prompt).get("tool_calls", ())]
+    assert len(wanted) == count
+    events = client.chat.completions.create(**given, stream=True)
+    deltas = [choice.delta for event in events for choice in event.choices]
+    assert [call.index for delta in deltas for call in delta.tool_calls or ()] == [*range(count)]
+    whole = client.chat.completions.create(**given).choices[0].message
+    pairs = [(one["name"], one["arguments"]) for one in wanted]
+    assert calls_of(whole) == [pair for delta in deltas for pair in calls_of(delta)] == pairs
+    assert (whole.content or "") == "".join(delta.content or "" for delta in deltas)
+    once = client.chat.completions.create(**given, parallel_tool_calls=False)
+    assert calls_of(once.choices[0].message) == pairs[:1]
+    if pairs:
+        assert once.choices[0].finish_reason == "tool_calls"
+        assert once.usage.completion_tokens < 30
+        assert (whole.content or "").startswith(once.choices[0].message.content or "")
+    none = client.chat.completions.create(**given, tool_choice="none").choices[0].message
+    assert (none.tool_calls, none.content) == (None, stock(service, seed=seed, max_new_tokens=30)[0])
 
 
-def test_responses(service: Service, client: Any) -> None:
+@pytest.mark.parametrize(
+    ("choice", "kinds"),
+    [("auto", ["message", "function_call"]), ({"type": "function", "name": "state"}, ["function_call"])],
+)
+def test_responses(service: Service, client: Any, choice: Any, kinds: list[str]) -> None:
     """Calls are items after the message, whole and as events."""
-    pytest.importorskip("xgrammar")
-    given = {"model": "code", "input": PROMPT, "tools": FLAT, "temperature": 1, "max_output_tokens": 60}
-    forced = {**given, "tool_choice": {"type": "function", "name": "copy_file"}}
-    answer = client.responses.create(**{**forced, "max_output_tokens": 160}, extra_body={"seed": 0})
-    (call,) = answer.output
-    assert (call.type, call.name, json.loads(call.arguments).keys()) == (
-        "function_call",
-        "copy_file",
-        {"path", "again"},
-    )
-    assert (answer.status, answer.tool_choice.name, answer.tools[0].name) == (
-        "completed", "copy_file", "copy_file"
-    )  # fmt: skip
-    kinds = set()
-    for extra in ({}, {"tool_choice": "required"}):
-        for seed in range(3):
-            options = {**given, **extra, "parallel_tool_calls": False, "extra_body": {"seed": seed}}
-            answer = client.responses.create(**options)
-            if answer.status == "incomplete":  # which that client takes for no end
-                continue
-            kinds.add((*(item.type for item in answer.output),))
-            with client.responses.stream(**options) as stream:  # put together from the events
-                streamed = stream.get_final_response()
-            shown = [(item.type, getattr(item, "arguments", None)) for item in answer.output]
-            assert [(item.type, getattr(item, "arguments", None)) for item in streamed.output] == shown
-            assert streamed.output_text == answer.output_text
-    assert kinds == {("message", "function_call"), ("function_call",)}
+    if choice != "auto":
+        pytest.importorskip("xgrammar")
+    options = {"model": "code", "input": PROMPT, "tools": FLAT, "temperature": 1, "max_output_tokens": 60}
+    options |= {"tool_choice": choice, "parallel_tool_calls": False, "extra_body": {"seed": 3}}
+    answer = client.responses.create(**options)
+    assert ([item.type for item in answer.output], answer.status) == (kinds, "completed")
+    assert (answer.tools[0].name, answer.tool_choice == "auto") == ("copy_file", choice == "auto")
+    if choice != "auto":
+        assert (answer.output[0].name, json.loads(answer.output[0].arguments).keys()) == ("state", {"deep"})
+    with client.responses.stream(**options) as stream:  # put together from the events
+        streamed = stream.get_final_response()
+    for made in (answer, streamed):
+        shown = [(item.type, getattr(item, "arguments", None)) for item in made.output]
+        assert shown == [(item.type, getattr(item, "arguments", None)) for item in answer.output]
+        assert made.output_text == answer.output_text
 
 
 def test_calls_of_earlier_answers(service: Service, client: Any) -> None:
