@@ -12,7 +12,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from hf_dart.decoding.summary import summary
+from hf_dart.decoding.stats import summary
 
 _PAGE = Path(__file__).with_name("view.html")
 

@@ -1,15 +1,15 @@
-"""Statistics of one call: rounds, tokens, τ, acceptance, seconds per phase; and, where asked for, every round."""
+"""Statistics of one call, and as HTML: rounds, tokens, τ, acceptance, seconds per phase; if asked for, every round."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from html import escape
 from time import perf_counter, thread_time
 from typing import Any
 
-from hf_dart.decoding.summary import summary
 from hf_dart.decoding.walk import Accepted
 from hf_dart.trees.tree import DraftTree
 
@@ -59,13 +59,7 @@ class Trace:
             self.rounds[number] = replace(one, paths=paths)
 
     def add(self, tree: DraftTree, accepted: Accepted, seconds: dict[str, float]) -> None:
-        """Add a round to the record.
-
-        Args:
-            tree: as it was verified.
-            accepted: what was taken from it.
-            seconds: per phase, of the call so far; the prefill's are no round's.
-        """
+        """Add a round to the record, by the seconds of each phase so far; the prefill's are no round's."""
         paths = accepted.path.tolist()
         spent = {name: total - self._spent.get(name, 0.0) for name, total in seconds.items() if name != "prefill"}
         self.rounds.append(
@@ -137,13 +131,9 @@ class DraftStats:
             self.processor_seconds[name] += _processor_time() - processor_start
 
     def count(self, emitted: list[int], limits: list[int], nodes: int, drafted: bool = True) -> None:
-        """Add one round to the counts.
+        """Add one round to the counts: the tokens of each row, of which all but the last were drafted.
 
-        Args:
-            emitted: tokens that each row committed; all but the last of them were drafted.
-            limits: what each could have committed; rows with 0 took no part.
-            nodes: size of the tree, its root included.
-            drafted: the drafter was asked for a draft.
+        Rows with a limit of 0 took no part; `nodes` is the size of the tree, its root included.
         """
         self.rounds += 1
         self.plain_rounds += nodes == 1
@@ -186,3 +176,37 @@ class DraftStats:
             "accepted_per_depth": list(self.accepted_per_depth),
             "seconds": dict(self.seconds),
         }
+
+
+def summary(stats: DraftStats) -> str:
+    """Return the numbers of a call as HTML: what the drafts did, the depths that were accepted, and time by phase."""
+    numbers = {
+        "tokens per target forward (τ)": f"{stats.tau:.2f}",
+        "rounds": f"{stats.rounds}, {stats.plain_rounds} of them without a draft",
+        "tokens in rounds": str(stats.tokens),
+        "drafted tokens verified": f"{stats.drafted}, {stats.acceptance_rate:.0%} accepted",
+    }
+    found = _table("", (f"<td>{escape(name)}</td><td>{escape(value)}</td>" for name, value in numbers.items()))
+    if any(stats.accepted_per_depth):
+        shares = [count / stats.row_rounds for count in stats.accepted_per_depth]
+        rows = (_bar(str(depth), share, f"{share:.0%}") for depth, share in enumerate(shares, start=1))
+        found += _table("Share of all rounds whose draft was accepted to each depth", rows)
+    if total := sum(stats.seconds.values()):
+        rows = (
+            _bar(name, spent / total, f"{1000 * spent:.1f} ms, {spent / total:.0%}")
+            for name, spent in stats.seconds.items()
+        )
+        found += _table(f"Time by phase: {1000 * total:.0f} ms in all", rows)
+    return found
+
+
+def _table(caption: str, rows: Iterable[str]) -> str:
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f'<table><caption style="text-align: left">{escape(caption)}</caption>{body}</table>\n'
+
+
+def _bar(name: str, share: float, says: str) -> str:
+    """Cells of a row: its name, a bar as long as its share of 1, and its value."""
+    # Styled in place: a notebook takes no style sheet.
+    bar = f'<div style="width: {100 * share:.1f}%; height: .8em; background: #009e73"></div>'
+    return f'<td>{escape(name)}</td><td style="width: 24em">{bar}</td><td>{escape(says)}</td>'
