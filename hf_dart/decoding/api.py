@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
-from hf_dart.decoding.request import Request, admit, refuse_in_seat
+from hf_dart.decoding.request import Request, admit
 from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session, begin
 from hf_dart.decoding.suffix_store import Namespace, namespace_of
@@ -120,17 +120,14 @@ def detach(model: PreTrainedModel) -> Any:
 
 
 class AttachedGenerate:
-    """`generate` of an attached model; see the function of that name. Unlike bound methods, pickles keep it.
-
-    Args:
-        model: the target.
-        own: a `generate` that the instance had before, for calls without drafts.
-        default: drafts for calls that name no drafter and no other way to generate; None: they are stock's own.
-        memory: of drafted calls that name none; None for none.
-    """
+    """`generate` of an attached model; see the function of that name. Unlike bound methods, pickles keep it."""
 
     def __init__(
-        self, model: PreTrainedModel, own: Any, default: Drafter[Any] | None = None, memory: Namespace | None = None
+        self,
+        model: PreTrainedModel,
+        own: Any,  # a `generate` that the instance had before, for calls without drafts
+        default: Drafter[Any] | None,  # of calls that name no drafter and no other way to generate; None: stock's own
+        memory: Namespace | None,  # of drafted calls that name none
     ) -> None:
         self.model, self.own, self.default, self.memory = model, own, default, memory
         self._reasons: set[str] = set()  # why calls ran without drafts, each told once
@@ -142,7 +139,9 @@ class AttachedGenerate:
                 drafts = {"assistant": self.default, "memory": self.memory, **kwargs}
                 return _drafted(self.model, args, drafts, optional=True)
             except UndraftedError as reason:
-                self._tell(str(reason))
+                if str(reason) not in self._reasons:
+                    self._reasons.add(str(reason))
+                    warnings.warn(f"This call of generate runs without drafts: {reason}", stacklevel=2)
         elif unnamed and (shaping := [name for name in _KEYWORDS[1:] if kwargs.get(name)]):
             raise ValueError(f"{shaping[0]}= shapes drafts, and this call has no drafter; give assistant=drafter.")
         if kwargs.get("assistant") is not None:
@@ -152,12 +151,6 @@ class AttachedGenerate:
         if kwargs.get("custom_generate") is None:
             kwargs = _stocks(kwargs)
         return self.own(*args, **kwargs)
-
-    def _tell(self, reason: str) -> None:
-        """Warn that a call runs without drafts, once for each reason."""
-        if reason not in self._reasons:
-            self._reasons.add(reason)
-            warnings.warn(f"This call of generate runs without drafts: {reason}", stacklevel=3)
 
 
 class UndraftedError(Exception):
@@ -272,16 +265,8 @@ def requested(
 ) -> Request:
     """Prepare the call `generate(model, *args, assistant=assistant, **kwargs)` of one row for a seat (`seats.Seats`).
 
-    Nothing of it has run when this returns; `open_request` begins it, now or later.
-
-    Args:
-        model: the target.
-        args, kwargs: those of `generate`.
-        assistant: the drafter.
-        overlaps: another call runs, so that the weights of the target are those that it found.
-
-    Raises:
-        TypeError, ValueError: as `generate` does, and for calls that no seat takes.
+    Nothing of it has run when this returns; `open_request` begins it, now or later. Calls that no seat takes are
+    refused, too. If it `overlaps` another one, the weights of the target are taken for those that that one found.
     """
     return _drafted(model, args, {"assistant": assistant, **kwargs}, run=partial(_admit_to_seat, overlaps=overlaps))
 
@@ -289,8 +274,11 @@ def requested(
 @host_by_default
 def _admit_to_seat(model: PreTrainedModel, input_ids: Tensor, optional: bool, **options: Any) -> Request:
     """Return what `request.admit` does, for a seat."""
-    request = replace(admit(model, input_ids, **options), windowed=False)
-    refuse_in_seat(request)
+    request, rows = replace(admit(model, input_ids, **options), windowed=False), len(input_ids)
+    if rows > 1:
+        raise ValueError(f"This request has {rows} rows; give each a request of its own, and num_return_sequences=1.")
+    if request.collects("output_hidden_states"):
+        raise ValueError("Hidden states are not collected of requests that share a forward; call generate for them.")
     _show_prompt(request.streamer, input_ids)
     return request
 
@@ -380,15 +368,10 @@ def speculative_generate(
 
 
 def open_request(request: Request, generator: torch.Generator | None = None) -> Session:
-    """Begin a call that was let in: read the prompt and emit the first token of every row.
+    """Begin a call that was let in, its tokens drawn from `generator`: read the prompt and emit each row's first token.
 
-    Args:
-        request: the call.
-        generator: that tokens are drawn from; None for the default one.
-
-    Returns:
-        The session, whose rounds are to be run until all rows have finished; then `close_call` follows, or
-        `finish.break_off` where one fails.
+    Rounds of the session are to be run until all rows have finished; then `close_call` follows, or `finish.break_off`
+    where one fails.
     """
     noise = None
     if request.generation_config.do_sample:

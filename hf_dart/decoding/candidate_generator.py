@@ -94,13 +94,8 @@ class DartCandidateGenerator(CandidateGenerator):
     ) -> tuple[Tensor, Tensor | None]:
         """Draft after `input_ids` [1, T], the last of which the target has not read yet.
 
-        Args:
-            model_outputs: of the target's last forward, over the tokens before and that round's candidates.
-            n_last_matches: how many of those candidates were kept.
-
-        Returns:
-            [1, T + k] ids, and the logits [1, k, V] that the k drafts were drawn with; none of those if nothing was
-            drawn by chance.
+        Of the candidates in the target's last forward, `n_last_matches` were kept. Returned are [1, T + k] ids, and the
+        logits [1, k, V] that the k drafts were drawn with; none of those if nothing was drawn by chance.
         """
         if is_first_iteration:
             return input_ids, None  # features come with the target's first forward
@@ -178,8 +173,7 @@ class _WithCandidates:
     """Proxy of the target in one run of the stock loop; only the choice of a candidate generator is its own."""
 
     def __init__(self, target: PreTrainedModel, generator: DartCandidateGenerator) -> None:
-        self._target = target
-        self._generator = generator
+        self._target, self._generator = target, generator
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)

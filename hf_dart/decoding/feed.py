@@ -106,11 +106,7 @@ class PromptReader:
     def hand_on(self, features: Tensor, embeddings: Tensor | None) -> None:
         """Hand the drafter the features [B, C, F] of the next C slots, but for the last one.
 
-        Args:
-            embeddings: [B, C, E] what the target read there, in place of the prompt's ids.
-
-        Raises:
-            ValueError: there are more than the prompt has.
+        With `embeddings` [B, C, E] of what the target read there, if that was not the prompt's ids.
         """
         if self.last is not None:
             features = torch.cat([self.last.to(features.device), features], dim=1)
@@ -134,12 +130,7 @@ class PromptReader:
         self._next += ready
 
     def prefill(self) -> Any:
-        """Stock prefill (prefix reuse, chunks) with this proxy in the model's place; its outputs.
-
-        Raises:
-            ValueError: it ran over fewer positions than the prompt has, or stock's next step has positions that rounds
-                cannot follow.
-        """
+        """Run stock's prefill (prefix reuse, chunks) with this proxy in the model's place, and return its outputs."""
         request, target = self._request, self._target
         ids, kwargs = request.input_ids, dict(request.model_kwargs)
         outputs = type(target)._prefill(self, ids, request.generation_config, kwargs)
@@ -171,11 +162,7 @@ def reads_in_pieces(request: Request) -> bool:
 def in_pieces(request: Request, size: int, pause: Callable[[PromptReader], None], shared: int = 0) -> Request:
     """Let a long prompt be read at most `size` tokens at a time, with `pause` called in between, where it may be.
 
-    Args:
-        request: the call.
-        size: tokens of a piece.
-        pause: is given what reads the prompt.
-        shared: tokens of the prompt after which a piece ends, or as few tokens before as there are pieces; 0 for none.
+    A piece ends after the first `shared` tokens of the prompt, or as few tokens before as there are pieces.
     """
     ahead = shared - request.cached
     if ahead > 0:
@@ -215,9 +202,6 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
     """Run the prompt through the target, by stock's prefill, and through the drafter.
 
     Should it fail, a cache that was passed in is as it was.
-
-    Raises:
-        ValueError: the target turns out to keep a cache whose rounds cannot be undone.
     """
     model = request.model
     with undone_on_failure(request.stock_cache):

@@ -170,12 +170,7 @@ def _grammar(processor: Any, row: int) -> Grammar | None:
 
 
 class RowGrammar:
-    """Grammar of a row's text, as it grows.
-
-    Args:
-        grammar: of the text after the prompt.
-        text: the row's token ids, so far the prompt; the list is shared and grows from outside.
-    """
+    """Grammar of what follows the prompt in a row's text, a shared list that grows from outside."""
 
     def __init__(self, grammar: Grammar, text: list[int]) -> None:
         self._grammar, self._text, self._start = grammar, text, len(text)
@@ -231,12 +226,7 @@ class RowGrammar:
 
 
 def grammars_of(processors: LogitsProcessorList, texts: list[list[int]]) -> list[RowGrammar | None]:
-    """Return the grammar of each text by the first processor that has one; None where none has.
-
-    Args:
-        processors: of a call.
-        texts: per row its prompt; the lists are shared and grow from outside.
-    """
+    """Return the grammar of each text, so far its prompt, by the first processor that has one; None where none has."""
     for processor in processors:
         found = [_grammar(processor, row) for row in range(len(texts))]
         if any(found):

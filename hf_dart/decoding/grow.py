@@ -29,7 +29,7 @@ from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, Memory, RowCopies, best_size, with_copies
-from hf_dart.trees.costs import Array, RoundCost
+from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores
 from hf_dart.trees.tree import DraftTree
@@ -42,17 +42,6 @@ _NUCLEUS = 64
 class TreeGrower:
     """Grower of the trees of one `generate` call.
 
-    Args:
-        drafter: whose proposals grow.
-        config: how.
-        processors: of the call, to be imitated in the ranking.
-        texts: per row its token ids so far, without padding; the lists are shared and grow from outside.
-        device: of the target.
-        ends: tokens that end a text.
-        cost: of a round with a draft (True) or without; None for those of `config`.
-        memory: texts of earlier calls, which are copied, too; None for none.
-        chances: that copies are right, of each cell of `trees.copies.PRIOR`; None for those of `RowCopies`.
-
     Attributes:
         copied: what is copied from, and how often that was right, of each row.
         grammars: that the rows' texts have to follow, where they are known.
@@ -60,15 +49,15 @@ class TreeGrower:
 
     def __init__(
         self,
-        drafter: Drafter[Any],
+        drafter: Drafter[Any],  # whose proposals grow
         config: TreeConfig,
-        processors: LogitsProcessorList,
-        texts: list[list[int]],
-        device: torch.device,
-        ends: Collection[int] = (),
-        cost: Callable[[bool], RoundCost] | None = None,
-        memory: Memory | None = None,
-        chances: Sequence[float] | None = None,
+        processors: LogitsProcessorList,  # of the call, to be imitated in the ranking
+        texts: list[list[int]],  # per row its token ids, without padding; shared lists, which grow from outside
+        device: torch.device,  # of the target
+        ends: Collection[int] = (),  # tokens that end a text
+        cost: Callable[[bool], RoundCost] | None = None,  # of a round, drafted or not; None for those of `config`
+        memory: Memory | None = None,  # texts of earlier calls, which are copied, too
+        chances: Sequence[float] | None = None,  # as for `RowCopies`
     ) -> None:
         self._drafter, self._config, self._texts = drafter, config, texts
         self._ends = sorted(ends)
@@ -84,13 +73,7 @@ class TreeGrower:
 
     @classmethod
     def joint(cls, growers: list[TreeGrower], most: int, cost: Callable[[bool], RoundCost]) -> TreeGrower:
-        """Make a grower of the rows of several that are of one config and `ranks_by` the same; it needs `copies`.
-
-        Args:
-            growers: of the rows.
-            most: nodes per row.
-            cost: as above.
-        """
+        """Make a grower of the rows of several that are of one config and `ranks_by` the same; it needs `copies`."""
         joint = copy(growers[0])
         joint._texts = [text for grower in growers for text in grower._texts]
         joint._most, joint._cost, joint.copied = most, cost, []
@@ -106,27 +89,15 @@ class TreeGrower:
 
     def __call__(
         self,
-        proposal: Proposal | None,
-        gumbel: Tensor | None,
-        deepest: list[int],
-        refine: Callable[[Tensor], Proposal] | None = None,
-        weights: list[float] | None = None,
-        ended: list[bool] | None = None,
-        copies: Sequence[Copies] | None = None,
+        proposal: Proposal | None,  # `depth` distributions per row; None where copied text alone grows
+        gumbel: Tensor | None,  # [B, depth, V] the noise that the target will draw with; None to rank without it
+        deepest: list[int],  # deepest node per row
+        refine: Callable[[Tensor], Proposal] | None = None,  # `Drafter.refine` of that proposal
+        weights: list[float] | None = None,  # of a token more in each row (`Pace.weights`); None for the mean
+        ended: list[bool] | None = None,  # the rows that have ended and run on, which no token ends again
+        copies: Sequence[Copies] | None = None,  # what `copies` found for this round; None looks for it
     ) -> DraftTree:
-        """Return the trees [B, N] after the last committed tokens, on the CPU.
-
-        Args:
-            proposal: `depth` distributions per row; None where copied text alone grows.
-            gumbel: [B, depth, V] the noise that the target will sample those positions with; None for greedy,
-                or to rank without it.
-            deepest: deepest node per row.
-            refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
-            weights: of a token more in each row, where trees are sized by their worth (`Pace.weights`); None for
-                the mean of all rows.
-            ended: the rows that have ended and run on, which no token ends again; None for none.
-            copies: what `copies` found for this round; None looks for it.
-        """
+        """Return the trees [B, N] after the last committed tokens, on the CPU."""
         found = self.copies(deepest, ended) if copies is None else copies
         if self._most == 1 or (proposal is None and not self._may_pay(found, weights)):
             return replace(self._roots_alone, tokens=self._roots()[:, None])
@@ -197,10 +168,7 @@ class TreeGrower:
         return torch.tensor([text[-1] for text in self._texts])
 
     def copies(self, deepest: list[int], ended: list[bool] | None = None) -> list[Copies]:
-        """Return the earlier text of each row that may be copied after its last committed token.
-
-        Args: as for a call.
-        """
+        """Return the earlier text of each row that may be copied after its last committed token."""
         longest = min(self._config.lookup, max(deepest) + 1)
         if longest <= 0 or self._most == 1:  # a tree of one node holds no copy
             return [NOTHING] * len(deepest)
@@ -216,13 +184,6 @@ class TreeGrower:
         if not any(map(len, copies)) or self._config.nodes is not None:
             return any(map(len, copies))
         return best_size(copies, weights or [1 / len(copies)] * len(copies), self._cost(False))[0] > 0
-
-    def _ending(self, tokens: Array, ended: list[bool] | None) -> Array:
-        """Return a mask [B, ...] of the tokens that end the text of their row."""
-        ending = np.isin(tokens, self._ends)
-        if ended is not None:
-            ending[ended] = False
-        return ending
 
     def _grown(
         self,
@@ -240,7 +201,9 @@ class TreeGrower:
         length = max(self._formula.context, 1)
         history = np.array([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
         columns, scores = tokens.cpu().numpy(), steps.detach().cpu().double().numpy()
-        ending = self._ending(columns, ended) if self._ends else None
+        ending = np.isin(columns, self._ends) if self._ends else None
+        if ending is not None and ended is not None:
+            ending[ended] = False
         candidates = Candidates(history, columns, scores, self._formula, copies, deepest, ending)
         cost = self._cost(len(columns[0]) > 0) if self._config.nodes is None else None
         # Without a table, scoring more paths costs almost nothing.
@@ -249,12 +212,7 @@ class TreeGrower:
 
 
 class Ranker:
-    """Turns draft logits into K scored candidates per depth.
-
-    Args:
-        processors: those of the call, to be imitated.
-        top_k: K.
-    """
+    """Turns draft logits into `top_k` scored candidates per depth, K of them, as `processors` would."""
 
     def __init__(self, processors: LogitsProcessorList, top_k: int) -> None:
         self._top_k = top_k
@@ -280,10 +238,7 @@ class Ranker:
     def __call__(
         self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Candidates [B, d, K], best first, and their scores [B, d, K].
-
-        Args: as for `scores`.
-        """
+        """Candidates [B, d, K], best first, and their scores [B, d, K], by what `scores` takes."""
         logits = self._perturbed(logits, gumbel, seen, vocabulary)
         best, tokens = logits.topk(min(self._top_k, logits.shape[-1]))
         tokens = tokens if vocabulary is None else vocabulary[tokens]
@@ -308,12 +263,7 @@ class Ranker:
         return self._perturbed(logits, gumbel, seen, vocabulary).log_softmax(-1)
 
     def best(self, *scores: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """Return the candidates [B, d, K] of several drafts: tokens that score best in any, and their scores in each.
-
-        Args:
-            scores: of `scores`, per draft.
-            vocabulary: as for `scores`.
-        """
+        """Return candidates [B, d, K] of several drafts, those that score best in any, and their `scores` in each."""
         either = torch.stack(scores).amax(0)
         columns = either.topk(min(self._top_k, either.shape[-1])).indices
         tokens = columns if vocabulary is None else vocabulary[columns]
@@ -349,11 +299,7 @@ class Ranker:
 
 
 class SeenTokens:
-    """Set of the tokens that occur in each row's text, kept up as the texts grow.
-
-    Args:
-        texts: per row its token ids so far; the lists are shared and grow from outside.
-    """
+    """Set of the tokens that occur in each row's text, kept up as the texts grow."""
 
     def __init__(self, texts: list[list[int]]) -> None:
         self._texts = texts

@@ -49,10 +49,7 @@ def row_weights(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
     """Weights of a token more in each row, which sum to 1: a batch is done when its slowest row is.
 
     Which row will be that is less and less open as rows part: leads that come by chance grow with the root of the text.
-
-    Args:
-        emitted: tokens of each row so far.
-        limits: tokens that each may emit in the coming round; rows with 0 take no part.
+    Rows with a limit of 0 take no part.
     """
     slowest = min((tokens for tokens, limit in zip(emitted, limits, strict=True) if limit > 0), default=0)
     rows = zip(emitted, limits, strict=True)
@@ -90,28 +87,18 @@ class Pace:
     """Choice of whether each round of one call is drafted, and estimates of what rounds cost.
 
     `choose` is called before a round and `count` after it; `finish` at the end of the call.
-
-    Args:
-        config: of the call, its `draft_cost` given or estimated.
-        device_type: of the target.
-        batch: B, rows that every round runs.
-        depth: tokens of a draft; 0 for a drafter of copied text alone, which is verified in every round.
-        timed: the costs in place of which measured ones are used (`Pace.timed_costs`).
-        records: of calls by their kind, kept from call to call; None keeps nothing.
-        kind: of this call, which goes on where the last one of its kind ended.
-        together: the rows are done when the slowest one is; else each counts for itself.
     """
 
     def __init__(
         self,
-        config: TreeConfig,
-        device_type: str,
-        batch: int,
-        depth: int,
-        timed: Collection[str] = (),
-        records: dict[Hashable, PaceRecord] | None = None,
-        kind: Hashable = None,
-        together: bool = True,
+        config: TreeConfig,  # its `draft_cost` given or estimated
+        device_type: str,  # of the target
+        batch: int,  # rows that every round runs
+        depth: int,  # tokens of a draft; 0 for a drafter of copied text alone, which is verified in every round
+        timed: Collection[str] = (),  # costs in place of which measured ones are used (`timed_costs`)
+        records: dict[Hashable, PaceRecord] | None = None,  # by kind, kept from call to call; None keeps nothing
+        kind: Hashable = None,  # of this call, which goes on where the last one of its kind ended
+        together: bool = True,  # the rows are done when the slowest one is; else each counts for itself
     ) -> None:
         self._config, self._depth, self._timed, self._together = config, depth, timed, together
         self._chooses = depth > 0 and config.nodes is None
@@ -170,10 +157,7 @@ class Pace:
         return self._record.copy_counts.chances()
 
     def weights(self, emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
-        """Weights of a token more in each row: how far it brings the batch on, as rounds of this kind have shown.
-
-        Args: as for `row_weights`.
-        """
+        """Weights of a token more in each row (`row_weights`), by how far rounds of this kind brought the batch on."""
         of_all, of_slowest = self._record.gains
         share = min(max(of_slowest, _LEAST) / max(of_all, _LEAST), 1.0)
         return [share * weight for weight in row_weights(emitted, limits)]
@@ -181,13 +165,7 @@ class Pace:
     def choose(
         self, copies: Sequence[Copies], weights: Sequence[float], deepest: Sequence[int]
     ) -> tuple[bool, Sequence[Copies]]:
-        """Choose whether the coming round is drafted, and return that and what it may copy.
-
-        Args:
-            copies: of each row.
-            weights: of a token more in each row (`weights`).
-            deepest: deepest node of each row's tree.
-        """
+        """Choose whether the coming round is drafted, and return that and what each row may copy."""
         record = self._record
         due = "node_cost" in self._timed and record.timed[0] < 1  # costs are relative to rounds of the roots alone
         chooses = self._chooses and not record.left
@@ -213,22 +191,14 @@ class Pace:
 
     def count(
         self,
-        drafted: bool,
-        tokens: Sequence[Sequence[int]],
-        limits: Sequence[int],
-        nodes: int,
-        levels: int,
-        seconds: Mapping[str, float],
+        drafted: bool,  # what `choose` said
+        tokens: Sequence[Sequence[int]],  # that each row emitted
+        limits: Sequence[int],  # tokens that each could have emitted; rows with 0 took no part
+        nodes: int,  # of its trees, the root included
+        levels: int,  # below the root
+        seconds: Mapping[str, float],  # spent in each phase of the call so far
     ) -> None:
-        """Learn from a round.
-
-        Args:
-            drafted: what `choose` said.
-            tokens: that each row emitted.
-            limits: tokens that each could have emitted; rows with 0 took no part.
-            nodes, levels: of its trees, the root a node and no level.
-            seconds: spent in each phase of the call so far.
-        """
+        """Learn from a round."""
         record, before = self._record, self._emitted
         emitted = [len(row) for row in tokens]
         self._emitted = [so_far + new for so_far, new in zip(before, emitted, strict=True)]
@@ -297,13 +267,9 @@ class Pace:
         return float((missed * self._record.chances[:depth]).sum())
 
     def _learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:
-        """Learn what was accepted from a row of a drafted round.
+        """Learn what was `accepted` of a row's tree, which could have been `deepest` deep; `weight` is in drafts.
 
-        Args:
-            weight: of the row, in drafts.
-            right: copied tokens that were accepted; of those depths a draft shows nothing.
-            accepted: nodes on the accepted path.
-            deepest: deepest node that the tree could have.
+        Of the depths that were `right` by copies a draft shows nothing.
         """
         here = slice(right, max(deepest, right))
         depths = np.arange(1, self._depth + 1)[here]
@@ -322,11 +288,7 @@ class Pace:
         record.counts = np.full(self._depth, _TRIAL / max(prior - cost, prior / 4, 1e-9))
 
     def fill_up(self, size_of: Callable[[int], int] | None) -> None:
-        """Count rounds by the size that their trees are filled up to, so that trees of such sizes are preferred.
-
-        Args:
-            size_of: that size, by the nodes of a tree; None for trees that are run as they are.
-        """
+        """Count rounds by the size that trees of so many nodes are filled up to; None: they are run as they are."""
         sizes = range(1, len(self._filled) + 1)
         self._filled = np.array([min(nodes if size_of is None else size_of(nodes), sizes[-1]) - 1 for nodes in sizes])
         self._read_corrections()
@@ -339,9 +301,6 @@ class Pace:
         """Measure a round: its draft relative to the rest of it, and that rest relative to those of other sizes.
 
         A busy machine slows a round as a whole, and rounds in a row alike.
-
-        Args:
-            drafted, nodes, levels, seconds: as for `count`.
         """
         spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify", "walk", "commit")}
         draft, grow, *rest = (spent[name] - self._spent.get(name, 0.0) for name in spent)

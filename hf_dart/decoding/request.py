@@ -225,15 +225,6 @@ def admit(
     )
 
 
-def refuse_in_seat(request: Request) -> None:
-    """Raise for calls that no seat takes (`hf_dart.decoding.seats`): of several rows, or that collect hidden states."""
-    rows = len(request.input_ids)
-    if rows > 1:
-        raise ValueError(f"This request has {rows} rows; give each a request of its own, and num_return_sequences=1.")
-    if request.collects("output_hidden_states"):
-        raise ValueError("Hidden states are not collected of requests that share a forward; call generate for them.")
-
-
 def refuse_options(
     model: PreTrainedModel, generation_config: Any, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
 ) -> None:
@@ -303,14 +294,9 @@ def refuse_cache_length(
 ) -> None:
     """Raise for a cache that does not fit the prompt, or is too short for the answer.
 
-    Stock would feed the prompt twice, leave a gap, or run over the end of a static cache (unless all rows ended).
-
-    Args:
-        windows: how many positions each of its attention layers attends to; None for all.
-        cached: slots that the cache holds.
-        first: slot of the first token (or embedding) that is passed.
-        total: slots of prompt and cached prefix.
-        slots: that the call may need.
+    Stock would feed the prompt twice, leave a gap, or run over the end of a static cache (unless all rows ended). Of
+    `total` slots of the text `cached` ones are in the cache, and tokens are passed from slot `first` on; the call may
+    need so many `slots`.
     """
     if first > 0 == cached:
         raise ValueError(
@@ -341,15 +327,7 @@ def refuse_cache_length(
 
 
 def left_padding(attention_mask: Tensor | None, total: int, batch_size: int) -> list[int]:
-    """Return the number of pads in front of each row.
-
-    Args:
-        attention_mask: [B, total] as `generate` prepared it; None if nothing is padded.
-        total: slots of prompt and cached prefix.
-
-    Raises:
-        ValueError: masked slots elsewhere than in front.
-    """
+    """Return the number of pads in front of each row, by a mask [B, total]; raise if it hides other slots, or all."""
     if attention_mask is None:
         return [0] * batch_size
     seen = attention_mask.bool()

@@ -139,10 +139,7 @@ class Rows:
     def take(self, features: Tensor, path: Tensor, counts: list[int]) -> Verified:
         """Return the positions that a round has verified, each with the token after it.
 
-        Args:
-            features: [B, N, F] of the round's tree.
-            path: [B, A] nodes that were accepted.
-            counts: how many of them count, per row.
+        Of a tree with `features` [B, N, F] they are the first `counts[b]` nodes of each row's `path` [B, A].
         """
         width = max(1, *counts)
         if features.shape[1] > 1:
@@ -177,9 +174,7 @@ class Rows:
     def append_all(self, tokens: Tensor, scores: Any) -> Tensor:
         """Add a token [B] to every row and ask the criteria once, as stock does; return the ids [B, n] as they left it.
 
-        Args:
-            tokens: the target's choice for each row; ended rows get a pad instead where stock pads.
-            scores: what stock shows to criteria.
+        Rows that have ended get a pad instead where stock pads. `scores` are what stock shows to criteria.
         """
         column = self._reserve(self.prompt_length + self.emitted[0])
         if self.fills_up:

@@ -30,10 +30,7 @@ from hf_dart.trees.tree import DraftTree
 
 
 class Seats:
-    """Seats in which calls of one target, drafter and tree config run (`hf_dart.decoding.api.requested`).
-
-    Args:
-        size: how many calls run at a time.
+    """Seats in which up to `size` calls of one target, drafter and tree config run (`hf_dart.decoding.api.requested`).
 
     Attributes:
         taken: the calls that run, in the rows of what they share.

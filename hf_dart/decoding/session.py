@@ -50,9 +50,7 @@ class Observer(Protocol):
     def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
         """Take note of verified positions, in their order; of a long prompt these are the last ones.
 
-        Args:
-            seen: the positions.
-            logits: returns those of the target there [B, A, V]; None for positions of the prompt.
+        `logits` returns those of the target there [B, A, V]; it is None for positions of the prompt.
         """
 
     def ended(self, finished: bool) -> None:
@@ -211,11 +209,7 @@ def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]
         noise: that tokens are drawn with, not begun; None for greedy search.
 
     Returns:
-        The session, which has seen the whole prompt but for the token after it, and the target's logits [B, 1, V] for
-        that token.
-
-    Raises:
-        ValueError: as `read_prompt` does.
+        The session, which has seen the prompt but for the token after it, and the target's logits [B, 1, V] for that.
     """
     config, batch = request.tree_config, len(request.input_ids)
     stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)

@@ -50,11 +50,9 @@ _left: WeakKeyDictionary[Cache, _StateLeft] = WeakKeyDictionary()
 def leave(
     cache: Cache, drafter: Drafter[Any], state: DrafterState, pending: list[Verified], first: int, tokens: Tensor
 ) -> None:
-    """Keep a drafter's state for the next call over this cache.
+    """Keep a drafter's state for the next call over this cache, which holds all but the last of the tokens [B, S].
 
-    Args:
-        pending: verified positions that the state has not taken in yet, up to the end of the cache.
-        tokens: [B, S] in slots first .. first + S - 1; the cache holds all but the last.
+    They lie in slots first .. first + S - 1; the state has not taken in the `pending` positions.
     """
     keys = _first_keys(cache)
     _left[cache] = _StateLeft(ref(drafter), state, pending, first, tokens, None if keys is None else ref(keys))
@@ -65,11 +63,8 @@ def resume_state(
 ) -> DrafterState | None:
     """Return the state that this drafter left with the cache, brought to the cache's end; None if it does not fit.
 
-    Whatever was left is handed out once: a call that breaks off leaves nothing.
-
-    Args:
-        input_ids: [B, P] of this call, in slots first .. first + P - 1.
-        pads: left padding of each row.
+    `input_ids` [B, P] lie in slots first .. first + P - 1. Whatever was left is handed out once: a call that breaks off
+    leaves nothing.
     """
     left = _left.pop(cache, None)
     cached = slots_of(cache)

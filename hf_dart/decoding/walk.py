@@ -50,14 +50,7 @@ class Accepted:
 
 
 class Walker:
-    """Walker through verified trees by the processors, noise and stopping rules of one `generate` call.
-
-    Args:
-        request: the call, its processors, and whether it collects scores or logits.
-        rows: grows with every token.
-        streaming: is told of every token.
-        noise: the noise stream when sampling; None for greedy.
-    """
+    """Walker through verified trees by the processors, noise (None: greedily) and stopping rules of one call."""
 
     def __init__(self, request: Request, rows: Rows, streaming: Streaming, noise: NoiseStream | None) -> None:
         self._processors = processors = request.processors
@@ -69,12 +62,9 @@ class Walker:
         self.logits: tuple[Tensor, ...] | None = () if request.collects("output_logits") else None
 
     def __call__(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
-        """Walk every row from its root and emit the tokens passed.
+        """Walk every row from its root, by the target's logits [B, N, V], and emit up to so many of the tokens passed.
 
-        Args:
-            tree: the verified tree.
-            logits: [B, N, V] of the target, any float type.
-            limits: most tokens that each row may emit; 0 makes a row stand still.
+        A row with a limit of 0 stands still.
         """
         in_step = self._rows.in_step
         at_once = self._everywhere or (tree.size == 1 and self._roots_at_once)
@@ -96,15 +86,12 @@ class Walker:
         return Accepted(padded, [len(path) for path in paths])
 
     def _emit(self, nodes: dict[int, int], logits: Tensor, chosen: list[list[int]] | None) -> dict[int, int]:
-        """Return the target's token at one node of some rows, emitted; of rows that go on.
-
-        Raises:
-            RuntimeError: there is no token, as stock's `torch.multinomial` raises it.
-        """
+        """Return the target's token at one node of some rows, emitted; of rows that go on."""
         going_on = {}
         for row, node in nodes.items():
             token = chosen[row][node] if chosen else self._choose(row, logits[row : row + 1, node])
-            check_token(token)
+            if token < 0:  # as stock's `torch.multinomial` raises it
+                raise RuntimeError("The target's logits give no probabilities (inf or nan), so no token can be drawn.")
             if self._rows.append(row, token):
                 going_on[row] = token
             self._streaming.send()
@@ -113,13 +100,10 @@ class Walker:
     def _step(self, nodes: dict[int, int], logits: Tensor) -> dict[int, int]:
         """Stock's own step: the target's tokens at one node of every row, emitted; nothing once all rows have ended."""
         with nullcontext() if self._noise is None or self._noise.given is None else _DrawsNothing():
-            return self._stocks_step(nodes, logits)
-
-    def _stocks_step(self, nodes: dict[int, int], logits: Tensor) -> dict[int, int]:
-        chosen = self._choose_as_stock(logits[torch.arange(len(nodes)), torch.tensor([*nodes.values()])])
-        ids = self._rows.append_all(chosen, self.scores)
-        self._streaming.send()
-        self._rows.take_over(ids)
+            chosen = self._choose_as_stock(logits[torch.arange(len(nodes)), torch.tensor([*nodes.values()])])
+            ids = self._rows.append_all(chosen, self.scores)
+            self._streaming.send()
+            self._rows.take_over(ids)
         return {} if self._rows.finished else dict(enumerate(ids[:, -1].tolist()))
 
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
@@ -205,12 +189,6 @@ def chooses_everywhere(processors: LogitsProcessorList, device: torch.device) ->
     return device.type != "cpu" and scores_alone(processors)
 
 
-def check_token(token: int) -> None:
-    """Raise a RuntimeError where `drawn` found no token."""
-    if token < 0:
-        raise RuntimeError("The target's logits give no probabilities (inf or nan), so no token can be drawn.")
-
-
 def drawn(races: Tensor) -> Tensor:
     """Return the winner of each p / E [..., V]; -1 where p is not a distribution."""
     best, tokens = races.max(-1)
@@ -236,23 +214,18 @@ class NoiseStream:
     two calls run side by side: then nobody can say what stock would have drawn in either, and this one draws from a
     generator of its own, which a number from the default one seeds.
 
-    Args:
-        vocab_size: V; 0 if that is not known yet, and `vocab_size` is set before anything is drawn.
-        forecast: tokens will be drawn from the default generator itself, as they come; this stream leaves it alone.
-        generator: whose numbers it draws and moves in the place of the default generator's; None for that one.
-
     Attributes:
-        given: that generator.
+        given: the generator whose numbers are drawn and moved in the place of the default one's; None for that one.
     """
 
     def __init__(
         self,
         batch_size: int,
-        vocab_size: int,
+        vocab_size: int,  # 0 if not known yet; the attribute is set before anything is drawn
         device: torch.device,
         *,
-        forecast: bool = False,
-        generator: torch.Generator | None = None,
+        forecast: bool = False,  # tokens will be drawn from the default generator itself, which is left alone
+        generator: torch.Generator | None = None,  # `given`
     ) -> None:
         self._batch_size, self.vocab_size = batch_size, vocab_size
         self._device = device

@@ -11,11 +11,8 @@ from torch import Tensor
 def after_draft(draft: Tensor, scores: Tensor, candidates: Tensor, steps: Tensor) -> Tensor:
     """Put scores of candidates after a draft's own tokens [B, d] in the place of others: [B, d, W, W].
 
-    Args:
-        draft: the tokens.
-        scores: [B, d, K] log-scores of candidates, each after the draft's tokens before it.
-        candidates: [B, d, W] those candidates, and perhaps copied tokens after them.
-        steps: [B, d, W or 1, W] scores of candidates after each candidate of the depth before, or after any.
+    They are `scores` [B, d, K] of the first K of the candidates [B, d, W], those that are not copied; the others are
+    `steps` [B, d, W or 1, W], scores after each candidate of the depth before, or after any.
     """
     more = candidates.shape[-1] - scores.shape[-1]
     scores = torch.nn.functional.pad(scores, (0, more), value=-inf)

@@ -200,10 +200,7 @@ class TextIndex:
     """Texts in a ring of tokens, the latest in place of the oldest, and where each run of `KEYS` tokens occurs.
 
     Chains of places as in zlib: `head[hash of the run]` is the latest place after such a run, `prev[place]` the one
-    before. Tokens are numbers above 0; 0 ends a text.
-
-    Args:
-        capacity: most tokens.
+    before. Tokens are numbers above 0; 0 ends a text. `capacity` is the most that are held.
     """
 
     BYTES = 8 + 6 * len(KEYS)
@@ -325,15 +322,11 @@ class Memory(Protocol):
 class RowCopies:
     """Copies after one row's text: from the text itself and, where there is one, from a memory.
 
-    Args:
-        text: the row's token ids; the list is shared and grows from outside.
-        memory: texts of earlier calls; None for none.
-        chances: c of each cell (`PRIOR`) at the beginning; None for those of the memory, or before anything was seen.
+    The text is a shared list of token ids, which grows from outside. `chances` are c of each cell (`PRIOR`) at first;
+    None for those of the memory, or before anything was seen.
     """
 
-    def __init__(
-        self, text: list[int], memory: Memory | None = None, chances: Sequence[float] | None = None
-    ) -> None:
+    def __init__(self, text: list[int], memory: Memory | None = None, chances: Sequence[float] | None = None) -> None:
         self._text, self._memory = text, memory
         self._base = 1 + (0 if memory is None else memory.base)
         self._new_index()
@@ -399,7 +392,8 @@ class RowCopies:
                     length, source = ranks[first] if end == first else max(ranks[first : end + 1])
                     kind = _DISAGREE if share < _AGREE else _ONE if end == first else _SEVERAL
                     cell = kind - source + _CELL[length + level]
-                    chance = min(share * self._chance(cell), 1 - STEP)
+                    right, seen = self._prior[cell] * _WEIGHT + self.right[cell], _WEIGHT + self.seen[cell]
+                    chance = min(share * min(right / seen, 1.0), 1 - STEP)
                     likely = total + log(chance) if chance > _WORTH else -inf
                     if likely > log(_WORTH):
                         number += 1
@@ -419,10 +413,6 @@ class RowCopies:
             if level < depth and token not in ends:
                 branch(len(found) - 1, -less, level, first, last)
         return found
-
-    def _chance(self, cell: int) -> float:
-        right, seen = self._prior[cell] * _WEIGHT + self.right[cell], _WEIGHT + self.seen[cell]
-        return min(right / seen, 1.0)
 
     def learn(self) -> None:
         """Compare the last copies with the tokens that came."""

@@ -37,25 +37,15 @@ class _Level(NamedTuple):
 def grow_on_host(
     candidates: Candidates,
     *,
-    nodes: int,
-    beam: int | None = None,
-    cost: RoundCost | None = None,
-    weights: Sequence[float] | None = None,
+    nodes: int,  # most of each row, the root included
+    beam: int | None = None,  # W, how many paths of each depth are extended; None finds the best nodes of all paths
+    cost: RoundCost | None = None,  # of the round; None grows to `nodes`
+    weights: Sequence[float] | None = None,  # of a token more in each row, beside 1 that each round brings; None: mean
 ) -> DraftTree:
-    """Grow one tree per row, all of one size N <= `nodes`.
+    """Grow one tree per row on the CPU, all of one size N <= `nodes`; rows that have fewer nodes have empty ones.
 
     The size is the one at which the tokens expected of the round, over its cost, are most; and so is the number of
     levels, where these have a cost of their own.
-
-    Args:
-        candidates: of all rows.
-        nodes: most nodes per row, the root included.
-        beam: W, how many paths of each depth are extended; None finds the best nodes of all paths.
-        cost: of the round; None grows to `nodes`.
-        weights: of a token more in each row, beside 1 for those that every round brings; None for their mean.
-
-    Returns:
-        The trees, on the CPU. A row that has fewer nodes than others has empty ones.
     """
     roots = candidates.history[:, -1:]
     with np.errstate(divide="ignore", invalid="ignore"):  # logarithms of missing candidates

@@ -54,12 +54,10 @@ class DraftScores:
         return self.table.spec.order - 1 if self.table is not None and self.config.ngram_weight else 0
 
     def scorer(self, tokens: Array, steps: Array) -> PathScorer:
-        """Return the scores of one round.
+        """Return the scores of one round of candidates [B, d, K], of which -1 is none.
 
-        Args:
-            tokens: [B, d, K] candidates; -1 is no candidate.
-            steps: [B, d, J, K] the drafter's log-probability of candidate k after candidate j of the depth before; J
-                is 1 where it does not depend on that. -inf where there is no candidate.
+        `steps` [B, d, J, K] are the drafter's log-probabilities of candidate k after candidate j of the depth before; J
+        is 1 where they do not depend on that. They are -inf where there is no candidate.
         """
         config, ngrams = self.config, self.table if self.context else None
         paper, known = config.scores == "paper", tokens if ngrams is None else ngrams.known(tokens)
