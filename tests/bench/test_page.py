@@ -138,8 +138,9 @@ def test_rounds_have_the_times_of_the_call() -> None:
     target.generate(**prompts([7]), assistant=head, do_sample=False, max_new_tokens=12, trace=True)
     rounds = head.last_stats.trace.rounds
     assert len(rounds) == head.last_stats.rounds
-    for name in ("draft", "grow", "verify", "walk", "commit"):
-        assert sum(one.seconds[name] for one in rounds) == pytest.approx(head.last_stats.seconds[name], rel=0.2)
+    told = {name: sum(one.seconds[name] for one in rounds) for name in rounds[0].seconds}
+    assert 0 < told.pop("commit") < head.last_stats.seconds["commit"]  # the last round's had not ended
+    assert told == pytest.approx({name: head.last_stats.seconds[name] for name in told})
 
 
 @pytest.mark.parametrize("row", [0, 1])
