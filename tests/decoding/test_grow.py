@@ -47,19 +47,6 @@ def test_the_ends_of_a_call_end_its_drafts() -> None:
     assert any(end in path[:-1] for path in paths(tree, 2))
 
 
-def test_a_chain_is_the_likeliest_token_of_each_depth() -> None:
-    head = tiny_head(tiny_target("llama"), selector_rank=4)
-    logits = torch.randn(2, 4, 48, generator=torch.Generator().manual_seed(0))
-    proposal = Proposal(logits, torch.zeros(2, 4, head.config.hidden_size, dtype=torch.float64))
-    grower = TreeGrower(head, TreeConfig.chain(4), LogitsProcessorList(), [[7], [8]], torch.device("cpu"))
-    with torch.no_grad():
-        tree = grower(proposal, None, [9, 2])
-    best = logits.argmax(-1).tolist()
-    assert tree.size == 5
-    for row, deepest in enumerate((4, 2)):
-        assert paths(tree, row) == {tuple(best[row][:depth]) for depth in range(1, deepest + 1)}
-
-
 @pytest.mark.parametrize(("chance", "wanted"), [(0.55, 7), (0.95, 5)], ids=["weak", "strong"])
 def test_a_weak_copy_counts_less_beside_a_draft(chance: float, wanted: int) -> None:
     """The drafter is sure of token 7 by 0.5, and token 5 is copied."""

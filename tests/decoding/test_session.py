@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import count, islice, product
+from itertools import count, islice
 from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical, run, same
-from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.tiny import VOCABULARY, ReplayDrafter, prompts
 from torch import Tensor
 
 from hf_dart import DartHead, attach
@@ -136,26 +136,6 @@ def test_observers_are_told_of_calls_that_fail(target: Any, listened: Any) -> No
 
 
 # ---- in threads ------------------------------------------------------------------------------------------
-
-
-def test_two_targets_with_two_heads_each() -> None:
-    """Greedy: all threads of a process share the generator that sampling draws from."""
-    targets = [tiny_target(family) for family in ("llama", "gemma3")]
-    heads = [[tiny_head(target, seed=seed) for seed in (0, 1)] for target in targets]
-    inputs = [prompts([9, 4], seed=seed) for seed in (0, 1)]
-    options = {"do_sample": False, "max_new_tokens": 40, "repetition_penalty": 1.2}
-    stock = [[target.generate(**each, **options).tolist() for each in inputs] for target in targets]
-    jobs = list(product(range(2), repeat=3))
-    together = Barrier(len(jobs))
-
-    def call(which: int, head: int, prompt: int) -> bool:
-        together.wait()
-        drafting = {**inputs[prompt], **options, "assistant": heads[which][head]}
-        return [targets[which].generate(**drafting).tolist() for _ in range(2)] == [stock[which][prompt]] * 2
-
-    with ThreadPoolExecutor(len(jobs)) as pool:
-        assert all(pool.map(lambda job: call(*job), jobs))
-    assert all(head.last_stats.tau > 1 for pair in heads for head in pair)
 
 
 def test_sampled_calls_side_by_side_draw_noise_of_their_own(target: Any, head: DartHead) -> None:

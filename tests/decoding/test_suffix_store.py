@@ -23,7 +23,7 @@ from support.sentences import refused
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.users import fail, letters
 
-from hf_dart import Batcher, LookupDrafter, SuffixStore, TreeConfig, attach, detach
+from hf_dart import LookupDrafter, SuffixStore, TreeConfig, attach, detach
 from hf_dart.decoding import suffix_store
 from hf_dart.trees import copies
 from hf_dart.trees.copies import LONGEST, RowCopies, TextIndex
@@ -98,22 +98,6 @@ def test_processors_and_criteria_of_the_users_go_step_by_step(target: Any) -> No
         stock, _ = assert_identical(target, LookupDrafter(), inputs, **options)
     assert [len(text) for text in texts_in(store)[:2]] == [15, 25]
     assert texts_in(store)[1] == stock.sequences[1, :25].tolist()
-
-
-def test_in_a_batch_that_requests_join(target: Any) -> None:
-    """Requests copy from what ended before in their namespace, and are each kept."""
-    store, inputs = SuffixStore(), [prompts([9]), prompts([5])]
-    alone = [run(target, one, 0, **SAMPLED).sequences for one in inputs]
-    with Batcher(target, LookupDrafter(FREE)) as batcher:
-        for _ in range(2):
-            handles = [
-                batcher.submit(**one, seed=0, memory=store.namespace(str(number)), **SAMPLED, **KEPT)
-                for number, one in enumerate(inputs)
-            ]
-            outputs = [handle.result() for handle in handles]
-            assert all(torch.equal(one.sequences, text) for one, text in zip(outputs, alone, strict=True))
-    assert min(one.draft_stats.tau for one in outputs) > 4
-    assert store.names == ["0", "1"]
 
 
 def test_threads_share_a_store(target: Any) -> None:

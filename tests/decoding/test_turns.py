@@ -51,7 +51,6 @@ def conversation(target: Any, *drafters: DartHead | None) -> Tensor:
 
 STATES = product(HYBRIDS, KINDS, ([7], RAGGED), ("greedy", "eos"))
 TURNS = [
-    ("llama", "static", RAGGED, "eos"),
     ("gemma3", "dynamic", RAGGED, "sampled"),
     ("mistral", "dynamic", [WINDOW - 3], "greedy"),
     pytest.param("falcon_h1", "dynamic", RAGGED, "eos", marks=needs_running_states),

@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.processors import scores_alone
+from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, scores_alone
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.walk import MAX_LEAD, NoiseStream
 
@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     **SAMPLERS,
     "T=1e-5": {"do_sample": True, "top_k": 0, "temperature": 1e-5},
     "suppressed": {"do_sample": True, "top_k": 0, "suppress_tokens": [4, 9]},
+    "presence": {"do_sample": True, "top_k": 0, "logits_processor": [AdditivePenaltyLogitsProcessor(7, 0.8, 0.3)]},
 }
 
 

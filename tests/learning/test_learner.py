@@ -8,8 +8,9 @@ import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from support.compare import assert_identical, run, same
 from support.sentences import one_sentence
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.tiny_training import changed, copies
-from transformers.generation.streamers import BaseStreamer
 
 import hf_dart
 from hf_dart import DartHead, Learner, LookupDrafter, TreeConfig, attach, detach, load_drafter
@@ -70,19 +70,10 @@ def teach(learner: Learner, target: Any, head: Any, steps: int = 30) -> None:
     learner.step()
 
 
-class Does(BaseStreamer):
-    """Does something after some tokens."""
-
-    def __init__(self, what: Callable[[], Any], every: int = 7) -> None:
-        self.what, self.every, self.count = what, every, 0
-
-    def put(self, value: torch.Tensor) -> None:
-        self.count += 1
-        if self.count % self.every == 0:
-            self.what()
-
-    def end(self) -> None:
-        """Nothing to do."""
+def does(what: Callable[[], Any], every: int = 7) -> Any:
+    """A streamer that does something after so many tokens, over and over."""
+    tokens = count(1)
+    return SimpleNamespace(put=lambda _: next(tokens) % every or what(), end=lambda: None)
 
 
 @pytest.mark.parametrize("layers", ["determined", "best", pytest.param("eagle", marks=pytest.mark.matrix)])
@@ -115,7 +106,7 @@ def test_every_text_is_stocks(target: Any, layers: str) -> None:
 def test_switched_in_the_middle_of_a_batch(target: Any, head: DartHead) -> None:
     learner = learning(target, head)
     for what in (learner.pause, learner.resume, learner.reset, learner.detach):
-        streamed = {"num_beams": 1, "streamer": Does(what)}
+        streamed = {"num_beams": 1, "streamer": does(what)}
         stock = run(target, prompts([7]), 0, **SAMPLED)
         ours = run(target, prompts([7]), 0, **SAMPLED, **streamed, assistant=head)
         assert torch.equal(ours.sequences, stock.sequences)
@@ -277,17 +268,12 @@ def test_comparisons_are_of_what_the_head_would_have_drafted(target: Any, head: 
     torch.testing.assert_close(found.tolist(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_drafts_are_learnt_where_rounds_began(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_are_learnt_where_rounds_began(
+    target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch, noted: Any
+) -> None:
     learner = learning(target, head, share=0)
-    drawn: list[torch.Tensor] = []
-    drafts = Student._drafts
-
-    def watched(self: Student, model: Any, batch: dict[str, Any]) -> Any:
-        drawn.append(batch["anchors"])
-        return drafts(self, model, batch)
-
     segments = [*learner._ring.fresh]
-    monkeypatch.setattr(Student, "_drafts", watched)
+    drawn = noted(Student, "_drafts", lambda student, model, batch: batch["anchors"])
     monkeypatch.setattr("hf_dart.learning.student._ANYWHERE", 0.0)
     learner._student.step(segments, 1e-3)
     for row, segment in zip(drawn[-1].tolist(), segments, strict=True):
@@ -331,7 +317,7 @@ def test_the_oldest_text_makes_room() -> None:
 def test_a_pause_within_a_call_leaves_no_gap_in_a_text(target: Any, head: DartHead) -> None:
     learner = Learner(share=0)
     learner.attach(head)
-    pausing = Does(lambda: setattr(learner, "paused", not learner.paused), every=12)
+    pausing = does(lambda: setattr(learner, "paused", not learner.paused), every=12)
     text = run(target, prompts([9]), 0, do_sample=False, max_new_tokens=34, assistant=head, streamer=pausing).sequences
     (kept,) = (one.next_tokens.tolist() for one in learner._ring.fresh)
     assert kept == text[0, -len(kept) :].tolist()

@@ -60,6 +60,8 @@ NO_COSTS: list[Any] = [
         ({"scores": "paper"}, "give nodes"),
         ({"scores": "other"}, "'survival' or 'paper'"),
         ({"ngram_weight": -1}, "ngram_weight is -1"),
+        *(({name: 1025}, f"TreeConfig.{name} is 1025; give 1024 or less") for name in ("nodes", "top_k", "beam")),
+        ({"refine": 32}, "TreeConfig.refine is 32; give 31 or less"),
     ],
 )
 def test_what_is_no_tree(fields: dict[str, Any], message: str) -> None:
