@@ -17,8 +17,6 @@ from hf_dart.models.features import default_feature_layers, layer_count, lm_head
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
-# Defaults for a target that has no attention.
-_HEAD_WIDTH = 64
 _CHOICES = {"embeddings": ("target", "table", "own"), "fusion_norm": ("none", "joint", "each")}
 _SIZES = (
     "hidden_size", "embedding_size", "feature_size", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -58,9 +56,6 @@ class DrafterConfig(PreTrainedConfig):
 
     changeable: ClassVar[tuple[str, ...]] = ("tree", "target_name", "draft_window", "draft_sink")
     """Fields that a trained drafter may be given other values of."""
-
-    windowed: ClassVar[bool] = True
-    """Drafters with this config may have a `draft_window`."""
 
     former_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that files of earlier versions have and this config has not."""
@@ -129,8 +124,6 @@ class DrafterConfig(PreTrainedConfig):
 
     def check_window(self, window: int | None, sink: int) -> None:
         """Raise a `ValueError` if these are no `draft_window` and `draft_sink` of the drafter."""
-        if window is not None and not self.windowed:
-            raise ValueError("An assistant of Gemma 4 attends to its target's own text; leave draft_window out.")
         if window is not None and window < self.least_window:
             raise ValueError(
                 f"draft_window is {window}; give {self.least_window} or more, four times what a round of "
@@ -186,18 +179,16 @@ class DrafterConfig(PreTrainedConfig):
                 "language model (AutoModelForCausalLM)."
             )
         hidden = int(text.hidden_size)
-        heads = _first(text, ("num_attention_heads",), max(hidden // _HEAD_WIDTH, 1))
-        layers = layer_count(target)
-        intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)
+        heads = _first(text, ("num_attention_heads",), max(hidden // 64, 1))  # a target may have no attention
         fields: dict[str, Any] = {
-            "feature_layers": default_feature_layers(layers),
+            "feature_layers": default_feature_layers(layer_count(target)),
             "hidden_size": int(getattr(lm_head, "in_features", hidden)),
             "embedding_size": int(embeddings.embedding_dim),
             "feature_size": hidden,
             "num_attention_heads": heads,
             "num_key_value_heads": _first(text, ("num_key_value_heads",), heads),
             "head_dim": _first(text, ("head_dim",), hidden // heads),
-            "intermediate_size": intermediate,
+            "intermediate_size": _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden),
             "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
             "rope_theta": _rope_theta(text),
             "vocab_size": int(embeddings.num_embeddings),
@@ -275,7 +266,6 @@ class HeadConfig(DrafterConfig):
 
     @property
     def needs(self) -> dict[str, int]:
-        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         own = {"LM head width": self.own_lm_head, "embedding width": self.embeddings == "own"}
         return {name: size for name, size in super().needs.items() if not own.get(name, False)}
 

@@ -29,7 +29,6 @@ class DFlashConfig(DrafterConfig):
 
     @property
     def needs(self) -> dict[str, int]:
-        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         widths = dict.fromkeys(("hidden size", "embedding width", "LM head width"), self.hidden_size)
         layers = read_dflash(self.published).num_target_layers
         return widths if layers is None else {**widths, "number of layers": layers}

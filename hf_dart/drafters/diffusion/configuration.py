@@ -54,7 +54,6 @@ class DiffusionConfig(DrafterConfig):
 
     @property
     def needs(self) -> dict[str, int]:
-        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         needs: dict[str, int] = {}
         if self.share_embeddings:
             needs |= {"embedding width": self.embedding_size, "LM head width": self.lm_head_size}

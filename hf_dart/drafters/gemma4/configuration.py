@@ -21,14 +21,17 @@ class Gemma4Config(DrafterConfig):
     """
 
     model_type = "dart_gemma4"
-    windowed = False
 
     published: dict[str, Any] = dataclasses.field(default_factory=dict)
     draft_length: int = 4
 
+    def check_window(self, window: int | None, sink: int) -> None:
+        super().check_window(window, sink)
+        if window is not None:
+            raise ValueError("An assistant of Gemma 4 attends to its target's own text; leave draft_window out.")
+
     @property
     def needs(self) -> dict[str, int]:
-        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         return {name: size for name, size in super().needs.items() if name != "LM head width"}
 
     @classmethod
