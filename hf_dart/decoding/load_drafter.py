@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from functools import cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -52,9 +51,8 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     content = head_config(path, **where)[0]
     kinds, names = registered(), cache(partial(tensor_names, path, **where))
-    named = ((kind, found) for kind in kinds.values() if (found := kind.reads_named(content, names)))
-    told = ((kind, found) for kind in kinds.values() if (found := kind.recognises(content)))
-    kind, found = next(chain(named, told), (kinds["dart"], None))
+    told = ((kind, found) for kind in kinds.values() if (found := kind.recognises(content, names)))
+    kind, found = next(told, (kinds["dart"], None))
     drafter = kind.drafter.from_pretrained(path, **options)
     _LOGGER.info("%s holds %s, which %s reads.", path, found or kind.called, kind.drafter.__name__)
     if default:

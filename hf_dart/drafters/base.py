@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters import hooks
+from hf_dart.hub.kinds import Reads
 from hf_dart.models.devices import as_dtype
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import DRAFT_COST
@@ -151,6 +152,8 @@ class Drafter(_Plain, ABC, Generic[State]):
     `decoding.session.Observer`, which is told of what the call commits."""
     warned: bool = False
     """True once the user was warned that its drafts cost more than they bring."""
+    reads: ClassVar[Reads] = staticmethod(lambda content, names: None)
+    """What tells checkpoints in other formats (`hf_dart.drafters.registry.register`)."""
     _ngram: NgramTable | None = None
     _pace_records: dict[Hashable, Any] | None = None
 

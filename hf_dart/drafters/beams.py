@@ -126,6 +126,10 @@ class BeamDrafter(Drafter[State]):
 
     beam: int
 
+    def passes(self, depth: int) -> int:
+        """Return the number of passes of the network for a draft of `depth` tokens."""
+        return depth
+
     def extend(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts(self.at_once):
             self.read_last(state, *part)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedConfig
 
-from hf_dart.hub.kinds import KINDS, CardTexts, Kind, Names
+from hf_dart.hub.kinds import KINDS, CardTexts, Kind, Reads
 
 Class = TypeVar("Class", bound=type[Any])
 
@@ -26,8 +26,7 @@ def register(
     trainer: str | None = None,
     variants: dict[str, str] | None = None,
     card: CardTexts | None = None,
-    reads: Callable[[dict[str, Any]], str | None] = lambda content: None,
-    reads_named: Callable[[dict[str, Any], Names], str | None] = lambda content, names: None,
+    reads: Reads | None = None,
 ) -> Callable[[Class], Class]:
     """Make a class of drafters known, as a decorator: to loading, `hf-dart train`, cards, and in `hf_dart`.
 
@@ -38,16 +37,17 @@ def register(
         variants: other names for `--drafter`, and the trainer of each.
         card: what its card on the Hub says.
         reads: what a config.json describes, such as "an EAGLE-3 head in the original format", if it is that of a
-            checkpoint in another format that the class reads; else None.
-        reads_named: the same, for formats whose config.json does not tell: its second argument gives the names of the
-            tensors, for which their headers are fetched.
+            checkpoint in another format that the class reads; else None. Its second argument gives the names of the
+            tensors, for which their headers are fetched, where a config.json does not tell.
     """
 
     def add(drafter: Class) -> Class:
         trainers = {**({} if trainer is None else {name: trainer}), **(variants or {})}
-        KINDS[name] = Kind(name, drafter, config, trainers, card, reads, reads_named)
+        KINDS[name] = Kind(name, drafter, config, trainers, card)
         if config is not None:
             drafter.config_class = config
+        if reads is not None:
+            drafter.reads = staticmethod(reads)
         return drafter
 
     return add

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from huggingface_hub import CommitInfo
@@ -19,7 +20,7 @@ from hf_dart.drafters.layers import rotate, rotation_at
 from hf_dart.drafters.registry import registered
 from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
-from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, weight_files
+from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, tensor_names, weight_files
 from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import TargetModules, device_of, host_by_default, rows_of, where_it_runs
@@ -282,8 +283,10 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             with refused(f"The config.json in {path}", "give files of one save_pretrained"):
                 config = cls.config_class.from_dict(content) if config is None else config
             drafter = cls._of_files(path, config, **where)
-        else:
+        elif cls.reads(content, partial(tensor_names, path, **where)):
             drafter = cls._of_published(path, content, target, tokenizer, **where)
+        else:
+            cls._refuse(path, content)
         drafter.name_or_path = path
         dtype = drafter.dtype if dtype == "auto" else dtype
         if target is None:
@@ -313,7 +316,12 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
     def _of_published(
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
     ) -> Self:
-        """Read a checkpoint in another format, recognised by its config.json (`content`); here, refuse it."""
+        """Read a checkpoint in another format, whose config.json (`content`) the class `reads`."""
+        raise NotImplementedError
+
+    @classmethod
+    def _refuse(cls, path: str, content: dict[str, Any]) -> NoReturn:
+        """Raise the `ValueError` for files that are not those of such a drafter."""
         registered()  # so that all kinds are known
         kind = kind_of(content.get("model_type"))
         if kind is not None:

@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 Names = Callable[[], Collection[str]]
+Reads = Callable[[dict[str, Any], Names], str | None]
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,6 @@ class Kind:
     config_class: type[PreTrainedConfig] | None
     trainers: dict[str, str]  # "module:class" by the name that `hf-dart train --drafter` takes
     texts: CardTexts | None
-    reads: Callable[[dict[str, Any]], str | None]
-    reads_named: Callable[[dict[str, Any], Names], str | None]
 
     @property
     def called(self) -> str:
@@ -49,10 +48,10 @@ class Kind:
         """The name that `hf-dart train --drafter` takes; None if nothing trains it."""
         return self.name if self.name in self.trainers else None
 
-    def recognises(self, content: dict[str, Any]) -> str | None:
-        """Return a description of `content` if it is the config.json of such a drafter."""
+    def recognises(self, content: dict[str, Any], names: Names) -> str | None:
+        """Return a description of a checkpoint that such a drafter reads (`Drafter.reads`), in whatever format."""
         own = self.config_class is not None and content.get("model_type") == self.config_class.model_type
-        return self.called if own else self.reads(content)
+        return self.called if own else self.drafter.reads(content, names)
 
 
 KINDS: dict[str, Kind] = {}

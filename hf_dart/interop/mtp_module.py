@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -57,6 +57,15 @@ def is_speculators(content: dict[str, Any]) -> bool:
 def has_unnamed_modules(names: Collection[str]) -> bool:
     """Return True if a checkpoint's tensors are named like MiMo-V2's modules."""
     return any(_MIMO_V2.search(name) for name in names)
+
+
+def module_format(content: dict[str, Any], names: Callable[[], Collection[str]]) -> str | None:
+    """Return a description if a config.json, or the names of the tensors, are those of a checkpoint with a module."""
+    if is_speculators(content):
+        return "a multi-token prediction head in the format of speculators"
+    # MiMo-V2's config names no module.
+    unnamed = str(content.get("model_type")).startswith("mimo_v2") and has_unnamed_modules(names())
+    return "a target with a multi-token prediction module" if module_count(content) or unnamed else None
 
 
 class _WithModules:

@@ -23,15 +23,11 @@ from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.vocabulary import checked, unused_token
 from hf_dart.hub import card_texts
-from hf_dart.interop.eagle3 import eagle3_format, is_peagle
+from hf_dart.interop.eagle3 import eagle3_format, is_peagle, read_published
 from hf_dart.interop.original_dart import original_format, read_original
 from hf_dart.models.devices import host_by_default
 
 Part = TypeVar("Part", bound=nn.Module)
-
-
-def _reads(content: dict[str, Any]) -> str | None:
-    return eagle3_format(content) if is_peagle(content) else original_format(content)
 
 
 @register(
@@ -39,8 +35,8 @@ def _reads(content: dict[str, Any]) -> str | None:
     config=DartConfig,
     trainer="hf_dart.training.trainers.dart:DartTrainer",
     variants={"edit": "hf_dart.training.trainers.edit:EditTrainer"},
-    reads=_reads,
     card=card_texts.DART,
+    reads=lambda content, _: eagle3_format(content) if is_peagle(content) else original_format(content),
 )
 class DartHead(DartModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
@@ -108,12 +104,8 @@ class DartHead(DartModel):
     def _of_published(
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
     ) -> Self:
-        """Read a head in the format of DART's code, whose config.json holds `content`, or a P-EAGLE head."""
-        if is_peagle(content):
-            return load_published(cls, path, content, target, tokenizer, **where)
-        if original_format(content) is not None:
-            return load_published(cls, path, content, target, tokenizer, read=read_original, **where)
-        return super()._of_published(path, content, target, tokenizer, **where)
+        read = read_published if is_peagle(content) else read_original
+        return load_published(cls, path, content, target, tokenizer, read=read, **where)
 
     def bind(self, target: PreTrainedModel, tokenizer: Any = None) -> Self:
         """Draft for `target` from now on, through its embeddings and LM head.

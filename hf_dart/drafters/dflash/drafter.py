@@ -42,7 +42,7 @@ from hf_dart.trees.vocabulary import spread
 _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor_codebook"}
 
 
-@register("dflash", config=DFlashConfig, card=card_texts.DFLASH, reads=dflash_format)
+@register("dflash", config=DFlashConfig, card=card_texts.DFLASH, reads=lambda content, _: dflash_format(content))
 class DFlashDrafter(TrainedDrafter):
     """A published DFlash drafter (arXiv 2602.06036) or a variant of it: DFlash2, DSpark, Domino, JetSpec.
 
@@ -83,9 +83,6 @@ class DFlashDrafter(TrainedDrafter):
     def _of_published(
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
     ) -> Self:
-        """Read a drafter as it was published."""
-        if dflash_format(content) is None:
-            return super()._of_published(path, content, target, tokenizer, **where)
         config = note_origin(DFlashConfig.of(content), path, **where)
         for name, value in ({} if target is None else told_of(target)).items():
             setattr(config, name, value)

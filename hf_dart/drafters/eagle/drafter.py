@@ -25,7 +25,6 @@ from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub import card_texts
-from hf_dart.hub.download import HUB_OPTIONS, tensor_names
 from hf_dart.interop.eagle3 import eagle1_format, eagle3_format, is_peagle
 from hf_dart.trees.vocabulary import spread
 
@@ -33,18 +32,15 @@ Memory = Callable[[int], KeyValueWriter]
 """Function from a layer's number to the function that keeps its keys and values."""
 
 
-def _reads(content: dict[str, Any]) -> str | None:
-    """P-EAGLE heads draft in one pass, as DART heads do."""
-    return None if is_peagle(content) else eagle3_format(content)
-
-
 @register(
     "eagle",
     config=EagleConfig,
     trainer="hf_dart.training.trainers.eagle:EagleTrainer",
     card=card_texts.EAGLE,
-    reads=_reads,
-    reads_named=eagle1_format,
+    # P-EAGLE heads draft in one pass, as DART heads do.
+    reads=lambda content, names: (
+        None if is_peagle(content) else eagle3_format(content) or eagle1_format(content, names)
+    ),
 )
 class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
     """An autoregressive draft head (EAGLE-3, arXiv 2503.01840), as `assistant=`.
@@ -85,14 +81,7 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
     def _of_published(
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
     ) -> Self:
-        """Read an EAGLE head of another project (`hf_dart.interop.eagle3`)."""
-        place = {name: where[name] for name in HUB_OPTIONS if name in where}
-        if _reads(content) is None and eagle1_format(content, partial(tensor_names, path, **place)) is None:
-            return super()._of_published(path, content, target, tokenizer, **where)
         return load_published(cls, path, content, target, tokenizer, layers=eagle_layers, **where)
-
-    def passes(self, depth: int) -> int:
-        return depth
 
     # ---- the network -----------------------------------------------------------------------------------
 

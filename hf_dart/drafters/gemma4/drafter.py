@@ -30,7 +30,7 @@ from hf_dart.models.attention import added_mask
 from hf_dart.models.devices import device_of
 
 
-@register("gemma4", config=Gemma4Config, card=card_texts.GEMMA4, reads=assistant_format)
+@register("gemma4", config=Gemma4Config, card=card_texts.GEMMA4, reads=lambda content, _: assistant_format(content))
 class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
     """An assistant that was published for a Gemma 4, as `assistant=`.
 
@@ -76,9 +76,6 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
     def _of_published(
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
     ) -> Self:
-        """Read an assistant as it was published."""
-        if assistant_format(content) is None:
-            return super()._of_published(path, content, target, tokenizer, **where)
         if target is None:
             raise ValueError(f"{path} is an assistant of Gemma 4, which does not say whose; pass target=.")
         return cls._of_files(path, note_origin(Gemma4Config.of(content, target), path, **where), **where)
@@ -113,9 +110,6 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
     @property
     def lm_head_weights(self) -> int:
         return 0  # tokens are scored by a table of its own
-
-    def passes(self, depth: int) -> int:
-        return depth
 
     # ---- drafting -----------------------------------------------------------------------------------
 

@@ -26,7 +26,9 @@ from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SHAPE, ModuleCache, StockDrafter
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
-from hf_dart.interop.mtp_module import module_count
+from hf_dart.hub.kinds import Names
+from hf_dart.interop.eagle3 import eagle1_format
+from hf_dart.interop.mtp_module import module_format
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import lm_head_of
@@ -43,10 +45,12 @@ _OF_DRAFTERS = {"backbone_hidden_size", "block_size", "dflash_config", "draft_le
                 "speculators_model_type"}  # fmt: skip
 
 
-def _reads(content: dict[str, Any]) -> str | None:
+def _reads(content: dict[str, Any], names: Names) -> str | None:
     known = str(content.get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if not known or _OF_DRAFTERS & content.keys() or eagle1_format(content, names):
+        return None
     # Of a checkpoint that has a module for it, that drafts.
-    return None if not known or _OF_DRAFTERS & content.keys() or module_count(content) else "a language model"
+    return None if module_format(content, names) else "a language model"
 
 
 @register("language_model", reads=_reads)

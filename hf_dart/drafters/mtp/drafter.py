@@ -8,7 +8,6 @@ token for each module, for one row, and samples another text than stock alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import Any, Self
 
 import torch
@@ -20,7 +19,7 @@ from hf_dart.drafters.cost import sizes
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SHAPE, ModuleCache, StockDrafter
 from hf_dart.hub.download import cached_commit
-from hf_dart.interop.mtp_module import has_unnamed_modules, is_speculators, module_count, read_module
+from hf_dart.interop.mtp_module import module_format, read_module
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import layer_count, lm_head_of
 from hf_dart.models.stock_steps import CACHE
@@ -28,19 +27,7 @@ from hf_dart.models.verify import MaskKind
 from hf_dart.trees.config import TreeConfig
 
 
-def _reads(content: dict[str, Any]) -> str | None:
-    if is_speculators(content):
-        return "a multi-token prediction head in the format of speculators"
-    return "a target with a multi-token prediction module" if module_count(content) else None
-
-
-def _reads_named(content: dict[str, Any], names: Callable[[], Collection[str]]) -> str | None:
-    """MiMo-V2's config names no module."""
-    has = str(content.get("model_type")).startswith("mimo_v2") and has_unnamed_modules(names())
-    return "a target with a multi-token prediction module" if has else None
-
-
-@register("mtp", reads=_reads, reads_named=_reads_named)
+@register("mtp", reads=module_format)
 class MtpDrafter(StockDrafter):
     """The multi-token prediction module of a target, as `assistant=`.
 
