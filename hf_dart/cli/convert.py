@@ -32,7 +32,12 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.out.resolve().parent.is_dir():
         raise UserError(f"There is no folder {str(arguments.out.resolve().parent)!r} to write to.")
     with as_user_error():
-        (_convert_ngrams if arguments.to == "ngram" else _convert_head)(arguments)
+        if arguments.to == "ngram":
+            from hf_dart.interop.trie import read_trie
+
+            read_trie(arguments.source, arguments.out, tokenizer=load_tokenizer(arguments.tokenizer), progress=say)
+        else:
+            _convert_head(arguments)
     print(f"Wrote {arguments.out}.")
     return 0
 
@@ -61,10 +66,3 @@ def _convert_head(arguments: argparse.Namespace) -> None:
         "parallel_drafting": True,
     }
     print(f"vllm serve {verifier} --speculative-config '{json.dumps(options)}'")
-
-
-def _convert_ngrams(arguments: argparse.Namespace) -> None:
-    from hf_dart.interop.trie import read_trie
-
-    tokenizer = load_tokenizer(arguments.tokenizer)
-    read_trie(arguments.source, arguments.out, tokenizer=tokenizer, progress=say)

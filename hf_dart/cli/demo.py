@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,15 +46,8 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if demo(pair, new_tokens=arguments.new_tokens, color=sys.stdout.isatty()) else 1
 
 
-def demo(
-    pair: Pair,
-    *,
-    new_tokens: int = 96,
-    color: bool = False,
-    prompts: tuple[str, ...] = PROMPTS,
-    show: Callable[[str], object] = print,
-) -> bool:
-    """Run the demo and print it with `show`, line by line; return True if every drafted output was stock's."""
+def demo(pair: Pair, *, new_tokens: int, color: bool, prompts: tuple[str, ...] = PROMPTS) -> bool:
+    """Run the demo and print it; return True if every drafted output was stock's."""
     from hf_dart.bench import report, speed
     from hf_dart.hub.tables import OURS, Verdict, aligned, as_table
 
@@ -68,7 +60,7 @@ def demo(
         return "\n".join(f"{code}{line}{_PLAIN}" if line and color else line for line in text.split("\n"))
 
     if color:
-        show(f"{pen(_DIM, 'prompt')} · {pen(_GREEN, 'accepted draft tokens')} · the target's own tokens")
+        print(f"{pen(_DIM, 'prompt')} · {pen(_GREEN, 'accepted draft tokens')} · the target's own tokens")
     verdict = Verdict()
     for one in measured:
         if one.verdict is None:  # stock's
@@ -76,13 +68,13 @@ def demo(
         verdict += one.verdict
         for number, (prompt, run) in enumerate(zip(prompts, one.runs[0], strict=True), start=1):
             assert run.stats is not None
-            show(pen(_BOLD, f"\n{one.mode}, prompt {number}: {run.seconds:.2f} s, τ {run.stats.tau:.2f}"))
+            print(pen(_BOLD, f"\n{one.mode}, prompt {number}: {run.seconds:.2f} s, τ {run.stats.tau:.2f}"))
             pieces = "".join(pen(_GREEN, text) if drafted else text for text, drafted in _pieces(pair.tokenizer, run))
-            show(pen(_DIM, prompt) + pieces)
+            print(pen(_DIM, prompt) + pieces)
     about = report.circumstances(pair, settings, "the demo", ["hf-dart", "demo"])
-    show("\n" + aligned(as_table({**about, "results": report.results(measured)}, phases=False)))
-    show("τ: tokens per forward pass of the target; `hf-dart view` draws the tree of every pass")
-    show(pen(_BOLD, f"identical: {verdict}"))
+    print("\n" + aligned(as_table({**about, "results": report.results(measured)}, phases=False)))
+    print("τ: tokens per forward pass of the target; `hf-dart view` draws the tree of every pass")
+    print(pen(_BOLD, f"identical: {verdict}"))
     return verdict.identical
 
 

@@ -13,18 +13,6 @@ from hf_dart.errors import UserError, as_user_error, check_text
 
 
 def add(commands: Any) -> None:
-    options = [common.pair_options(), _prompt_options()]
-    parser = commands.add_parser("generate", parents=options, help="continue a prompt, streaming")
-    parser.add_argument("--stock", action="store_true", help="without the head, to compare")
-    parser.add_argument("--stats", action="store_true", help="speed and what the drafts did, on standard error")
-    parser.set_defaults(command=_generate)
-
-    parser = commands.add_parser("view", parents=options, help="a page that shows every token, tree and phase")
-    parser.add_argument("--output", type=Path, default=Path("view.html"), metavar="FILE", help="default: view.html")
-    parser.set_defaults(command=_view)
-
-
-def _prompt_options() -> argparse.ArgumentParser:
     prompt = argparse.ArgumentParser(add_help=False)
     prompt.add_argument("prompt", help="the text to continue")
     prompt.add_argument("--max-new-tokens", type=common.positive, default=256, help="default: %(default)s")
@@ -34,7 +22,16 @@ def _prompt_options() -> argparse.ArgumentParser:
     prompt.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
     thinking = "passed to the chat template (default: as in the conversations that the head was trained on)"
     prompt.add_argument("--thinking", action=argparse.BooleanOptionalAction, help=thinking)
-    return prompt
+
+    options = [common.pair_options(), prompt]
+    parser = commands.add_parser("generate", parents=options, help="continue a prompt, streaming")
+    parser.add_argument("--stock", action="store_true", help="without the head, to compare")
+    parser.add_argument("--stats", action="store_true", help="speed and what the drafts did, on standard error")
+    parser.set_defaults(command=_generate)
+
+    parser = commands.add_parser("view", parents=options, help="a page that shows every token, tree and phase")
+    parser.add_argument("--output", type=Path, default=Path("view.html"), metavar="FILE", help="default: view.html")
+    parser.set_defaults(command=_view)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -52,7 +49,14 @@ def _generate(arguments: argparse.Namespace) -> int:
     if arguments.stats:
         tokens = ids.shape[1] - inputs["input_ids"].shape[1]
         rate = f"{tokens / (perf_counter() - begun):.1f} tokens/s"
-        common.say(rate if arguments.stock else _stats_lines(rate, pair.head.last_stats))
+        if arguments.stock:
+            common.say(rate)
+        else:
+            stats = pair.head.last_stats
+            common.say(f"{rate}; {stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}")
+            depths = " ".join(map(str, stats.accepted_per_depth))
+            common.say(f"{stats.accepted} of {stats.drafted} drafts accepted, by depth: {depths}")
+            common.say(f"seconds: {', '.join(f'{phase} {spent:.2f}' for phase, spent in stats.seconds.items())}")
     return 0
 
 
@@ -99,12 +103,3 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[s
         raise UserError("The prompt is empty; give some text.")
     inputs = {name: encoded[name].to(pair.model.device) for name in ("input_ids", "attention_mask")}
     return pair, inputs, options
-
-
-def _stats_lines(rate: str, stats: Any) -> str:
-    depths = " ".join(map(str, stats.accepted_per_depth))
-    return (
-        f"{rate}; {stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}\n"
-        f"{stats.accepted} of {stats.drafted} drafts accepted, by depth: {depths}\n"
-        f"seconds: {', '.join(f'{phase} {spent:.2f}' for phase, spent in stats.seconds.items())}"
-    )

@@ -29,24 +29,21 @@ def add(commands: Any) -> None:
     build.add_argument("--column", default="text", help="field of texts or token ids (default: %(default)s)")
     build.add_argument("--tokenizer", help="the target's, a folder or a Hub id (default: the packaged target's)")
     build.add_argument("--order", type=positive, default=3, help="length of the longest n-grams (default: %(default)s)")
-    _add_min_counts(build)
     build.set_defaults(command=_build)
 
     merge = steps.add_parser("merge", help="add up tables, such as those of several machines; prunes them too")
     merge.add_argument("table", type=Path, help="the file to write")
     merge.add_argument("parts", type=Path, nargs="+", metavar="PART", help="tables of one order and one tokenizer")
-    _add_min_counts(merge)
     merge.set_defaults(command=_merge)
+
+    fewest = "leave out n-grams that occur less often: for bigrams, trigrams, ..., such as 1,2 (default: keep all)"
+    for step in (build, merge):
+        step.add_argument("--min-counts", type=sizes, default=(), metavar="COUNTS", help=fewest)
 
     info = steps.add_parser("info", help="check a table from end to end and say what is in it")
     info.add_argument("table", type=Path)
     info.add_argument("--tokenizer", help="a target's, to compare with")
     info.set_defaults(command=_info)
-
-
-def _add_min_counts(parser: argparse.ArgumentParser) -> None:
-    fewest = "leave out n-grams that occur less often: for bigrams, trigrams, ..., such as 1,2 (default: keep all)"
-    parser.add_argument("--min-counts", type=sizes, default=(), metavar="COUNTS", help=fewest)
 
 
 def _build(arguments: argparse.Namespace) -> int:

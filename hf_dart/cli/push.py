@@ -8,8 +8,6 @@ from typing import Any
 
 from hf_dart.errors import as_user_error
 
-_FACTS = ("bench", "base_model", "license", "language", "datasets")
-
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("push", help="put a drafter on the Hub, with a card written from its files")
@@ -32,8 +30,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.hub.publish import push_folder, write_folder
 
     registered()  # so that cards of all kinds can be written
-
-    known = {name: getattr(arguments, name) for name in _FACTS}
+    facts = ("bench", "base_model", "license", "language", "datasets")
+    known = {name: getattr(arguments, name) for name in facts}
     with as_user_error():
         if arguments.dry_run is not None:
             write_folder(arguments.folder, arguments.dry_run, arguments.repository, **known)

@@ -37,12 +37,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError(f"A package is missing ({lacks}); install it, or leave out the option that asks.") from error
     if options.training.should_log:
         tau = f", tau {metrics['eval_tau']:.2f}" if "eval_tau" in metrics else ""
-        say(f"The head is in {final}{tau}. Next:{_next_commands(str(final))}")
+        say(f"The head is in {final}{tau}. Next:")
+        head = shlex.quote(str(final))  # whose target is that of its training
+        for command in (f'generate --head {head} "Once upon a time"', f"bench --head {head}", f"push {head} USER/NAME"):
+            say(f"  hf-dart {command}")
     return 0
-
-
-def _next_commands(head: str) -> str:
-    """Commands for a trained head, a line each; its target is that of its training."""
-    folder = shlex.quote(head)
-    commands = (f'generate --head {folder} "Once upon a time"', f"bench --head {folder}", f"push {folder} USER/NAME")
-    return "".join(f"\n  hf-dart {command}" for command in commands)

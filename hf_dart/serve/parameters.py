@@ -253,6 +253,7 @@ class _Talk(Asked):
     tools: Annotated[list[_AnyTool], FailFast(), Field(max_length=128), BeforeValidator(_as_list)] = []
     tool_choice: Annotated[Any, AfterValidator(_choice_of)] = "auto"
     parallel_tool_calls: bool | None = True
+    parallel = property(lambda self: self.parallel_tool_calls is not False and isinstance(self.tool_choice, str))
 
     @model_validator(mode="after")
     def _can_be_called(self) -> Self:
@@ -271,10 +272,6 @@ class _Talk(Asked):
         if isinstance(self.tool_choice, dict):
             return [tool for tool in self.functions if tool["function"]["name"] == self.tool_choice["name"]]
         return self.functions if self.tool_choice == "required" else []
-
-    @property
-    def parallel(self) -> bool:
-        return self.parallel_tool_calls is not False and isinstance(self.tool_choice, str)
 
 
 class ChatAsked(_Talk):

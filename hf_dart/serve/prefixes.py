@@ -39,12 +39,9 @@ class _Prefix(NamedTuple):
 
 
 class Prefixes:
-    """Caches of the beginnings that a prompt shares with one of the last ones before it.
+    """Caches of the beginnings that a prompt shares with one of the last ones before it, of `most` tokens in all.
 
     The first prompt that shares a beginning reads it once more, and leaves its cache; those after it begin there.
-
-    Args:
-        most: tokens that are kept at a time; what was not used for longest makes room. 0 keeps nothing.
     """
 
     def __init__(self, most: int) -> None:
@@ -92,12 +89,7 @@ class Prefixes:
         )
 
     def keep(self, request: Request, reader: PromptReader, shared: int) -> None:
-        """Keep what has been read of a prompt, if the next piece would go beyond what it shares with others.
-
-        Args:
-            request, shared: as `begin` returned them, the request in pieces.
-            reader: between two pieces.
-        """
+        """Keep what has been read of a prompt in pieces, if the next one would go beyond what is `shared` (`begin`)."""
         read, state = reader.read, reader.state
         if not read <= shared < read + request.generation_config.prefill_chunk_size or read > self._most:
             return

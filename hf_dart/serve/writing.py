@@ -39,10 +39,7 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Additions to one text: characters, log-probabilities of tokens, calls of functions.
-
-    At its end "stop", "length", or "tool_calls" where it stops and has some.
-    """
+    """Additions to one text, and how it ends: "stop", "length", or "tool_calls" where it stops and has some."""
 
     index: int
     text: str = ""

@@ -35,7 +35,9 @@ def test_demo_shows_that_nothing_changed(capsys: pytest.CaptureFixture[str]) -> 
     assert "\033" not in shown
 
 
-def test_demo_in_colour_with_a_false_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_in_colour_with_a_false_head(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A wrong token: the verdict has to notice."""
 
     def wrong(stock: Run, drafted: Run) -> list[Difference | None]:
@@ -43,11 +45,11 @@ def test_demo_in_colour_with_a_false_head(monkeypatch: pytest.MonkeyPatch) -> No
         sequences[0, -3] += 1
         return differences(stock, replace(drafted, sequences=sequences))
 
-    lines: list[str] = []
     monkeypatch.setattr("hf_dart.bench.speed.differences", wrong)
-    assert not demo(load_pair(), new_tokens=8, prompts=(PROMPT,), show=lines.append, color=True)
+    assert not demo(load_pair(), new_tokens=8, prompts=(PROMPT,), color=True)
+    *lines, last = capsys.readouterr().out.splitlines()
     assert any("\033[32m" in line for line in lines)  # accepted drafts
-    assert "identical: no" in lines[-1]
+    assert "identical: no" in last
 
 
 @pytest.mark.parametrize("options", [["--temperature", "0"], ["--temperature", "0.9", "--seed", "7"]])
