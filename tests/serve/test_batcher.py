@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from random import Random
-from threading import Thread
 from typing import Any
 
 import pytest
 import torch
+from support import compare
+from support.cases import GREEDY, SAMPLED
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import TOKENIZER, OwnError, Processor
@@ -99,11 +100,6 @@ def draw(random: Random, number: int) -> Drawn:
     return Drawn(inputs, options, number, random.randint(1, 25), stays, fails)
 
 
-def stocks(target: Any, request: Drawn) -> Any:
-    torch.manual_seed(request.seed)
-    return type(target).generate(target, **request.inputs, **request.options)
-
-
 def run(batcher: Scheduled, requests: list[Drawn]) -> list[Handle]:
     """Submit all of them, each before the round in which it comes."""
     handles: dict[int, Handle] = {}
@@ -130,9 +126,8 @@ def check(target: Any, request: Drawn, handle: Handle) -> None:
     """The request has its own text, as far as it came."""
     if request.fails:
         request.options.pop("logits_processor")
-    wanted = stocks(target, request)
-    ids = wanted if isinstance(wanted, torch.Tensor) else wanted.sequences
-    text = ids[0, request.inputs["input_ids"].shape[1] :].tolist()
+    wanted = compare.run(target, request.inputs, request.seed, **request.options)
+    text = wanted.sequences[0, request.inputs["input_ids"].shape[1] :].tolist()
     assert handle.tokens == text[: len(handle.tokens)]
     if handle.cancelled():
         assert request.stays is not None
@@ -144,11 +139,8 @@ def check(target: Any, request: Drawn, handle: Handle) -> None:
     else:
         found = handle.result()
         assert [*handle] == text
-        assert torch.equal(found if isinstance(found, torch.Tensor) else found.sequences, ids)
-        if not isinstance(wanted, torch.Tensor):
-            for mine, stocks_own in zip(found.scores, wanted.scores, strict=True):
-                torch.testing.assert_close(mine, stocks_own, rtol=1e-5, atol=1e-5)
-            assert found.draft_stats is handle.stats
+        compare.same(compare.Run(found, wanted.state), wanted)
+        assert isinstance(found, torch.Tensor) or found.draft_stats is handle.stats
 
 
 @pytest.mark.parametrize(
@@ -189,26 +181,18 @@ def test_each_writes_what_it_writes_alone(
 
 def test_threads_that_submit_at_the_same_time() -> None:
     target = tiny_target("llama")
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 12}
-    found: dict[int, torch.Tensor] = {}
-    with Batcher(target, tiny_head(target), seats=3) as batcher:
+    with Batcher(target, tiny_head(target), seats=3) as batcher, ThreadPoolExecutor(4) as clients:
 
-        def client(name: int) -> None:
-            for number in range(name, 20, 4):
-                handle = batcher.submit(**prompts([4 + number], seed=number), **options, seed=number)
-                torch.rand(3)  # a user's own draws do not matter
-                list(handle)
-                found[number] = handle.result(timeout=60)
+        def ask(number: int) -> torch.Tensor:
+            handle = batcher.submit(**prompts([4 + number], seed=number), **SAMPLED, seed=number)
+            torch.rand(3)  # a user's own draws do not matter
+            list(handle)
+            return handle.result(timeout=60)
 
-        clients = [Thread(target=client, args=(name,)) for name in range(4)]
-        for one in clients:
-            one.start()
-        for one in clients:
-            one.join()
-    for number in range(20):
-        torch.manual_seed(number)
-        wanted = type(target).generate(target, **prompts([4 + number], seed=number), **options)
-        assert torch.equal(found[number], wanted)
+        found = list(clients.map(ask, range(20)))
+    for number, text in enumerate(found):
+        wanted = compare.run(target, prompts([4 + number], seed=number), number, **SAMPLED)
+        assert torch.equal(text, wanted.sequences)
 
 
 def test_requests_in_a_row_run_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,14 +248,13 @@ def test_refusals() -> None:
 def test_processors_that_draw() -> None:
     """Processors that draw would share the generator of the tokens, which is not the default one here."""
     target = tiny_target("llama")
-    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 12}
     with Batcher(target, tiny_head(target)) as batcher:
-        good = batcher.submit(**prompts([5]), **options, seed=3, guidance_scale=1.5)  # runs the target once more
-        bad = batcher.submit(**prompts([5]), **options, logits_processor=[Processor("draws")])
+        good = batcher.submit(**prompts([5]), **SAMPLED, seed=3, guidance_scale=1.5)  # runs the target once more
+        bad = batcher.submit(**prompts([5]), **SAMPLED, logits_processor=[Processor("draws")])
     with pytest.raises(ValueError, match="draws random numbers"):
         bad.result()
-    torch.manual_seed(3)
-    assert torch.equal(good.result(), type(target).generate(target, **prompts([5]), **options, guidance_scale=1.5))
+    wanted = compare.run(target, prompts([5]), 3, **SAMPLED, guidance_scale=1.5)
+    assert torch.equal(good.result(), wanted.sequences)
 
 
 def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,19 +268,18 @@ def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
         return own(self, *args)
 
     monkeypatch.setattr(Verifier, "__call__", verify)
-    options = {"do_sample": False, "max_new_tokens": 30}
     handles, store = [], SuffixStore()
-    batcher.schedule[1].append(lambda: handles.append(batcher.submit(**prompts([4]), **options)))
-    handles.append(batcher.submit(**prompts([5]), **options, memory=store))
+    batcher.schedule[1].append(lambda: handles.append(batcher.submit(**prompts([4]), **GREEDY)))
+    handles.append(batcher.submit(**prompts([5]), **GREEDY, memory=store))
     for handle in handles:
         with pytest.raises(MemoryError):
             handle.result(timeout=60)
     assert len(handles) == 2
     assert store.tokens > 5, "what it wrote until then is kept"
     assert not batcher._seats.taken
-    later = batcher.submit(**prompts([5]), **options)
+    later = batcher.submit(**prompts([5]), **GREEDY)
     batcher.close()
-    assert torch.equal(later.result(), type(target).generate(target, **prompts([5]), **options))
+    assert torch.equal(later.result(), target.generate(**prompts([5]), **GREEDY))
 
 
 def test_requests_that_are_cancelled_make_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,13 +315,14 @@ def test_closing_cancels_what_is_not_done() -> None:
 
 def test_drafter_and_memory_of_an_attached_model() -> None:
     """Requests may have other trees, and no memory; those of one shape run at a time."""
-    target, store, options = tiny_target("llama"), SuffixStore(), {"do_sample": False, "max_new_tokens": 20}
+    target, store = tiny_target("llama"), SuffixStore()
     attach(target, tiny_head(target), memory=store)
     with Batcher(target) as batcher:
         shapes: list[dict[str, Any]] = [{"memory": None}, {}, {"tree_config": TreeConfig(nodes=2)}]
-        handles = [batcher.submit([3, 4, 5], **options, **shape) for shape in shapes]
+        handles = [batcher.submit([3, 4, 5], **GREEDY, **shape) for shape in shapes]
+    wanted = type(target).generate(target, torch.tensor([[3, 4, 5]]), **GREEDY)
     for handle in handles:
-        assert torch.equal(handle.result(), type(target).generate(target, torch.tensor([[3, 4, 5]]), **options))
+        assert torch.equal(handle.result(), wanted)
         assert handle.stats is not None
         assert handle.stats.drafted > 0
     assert handle.stats.drafted <= handle.stats.rounds
@@ -360,7 +343,7 @@ def test_weights_are_read_by_requests_that_overlap_no_other(monkeypatch: pytest.
     for module in (packed_weights, prefixes_module):
         monkeypatch.setattr(module, "contents_of", contents)
     batcher, handles = Scheduled(target, tiny_head(target)), list[Handle]()
-    options = {**prompts([40]), "do_sample": False, "max_new_tokens": 20}
+    options: dict[str, Any] = {**prompts([40]), **GREEDY}
 
     def change() -> None:
         batcher._running[0].handle.cancel()
@@ -370,7 +353,7 @@ def test_weights_are_read_by_requests_that_overlap_no_other(monkeypatch: pytest.
     for number in (2, 3):
         batcher.schedule[number].append(lambda: handles.append(batcher.submit(**options)))
     first = batcher.submit(**options).result(timeout=60)
-    assert torch.equal(first, type(target).generate(target, **options))
+    assert torch.equal(first, target.generate(**options))
     assert all(torch.equal(handle.result(timeout=60), first) for handle in handles)
     assert packed_weights._known[target].ready
     assert len(read) == 2, "by packed weights, and by beginnings that are shared"
@@ -379,4 +362,4 @@ def test_weights_are_read_by_requests_that_overlap_no_other(monkeypatch: pytest.
     batcher._thread.join()
     last = handles[-1].result(timeout=60)
     assert not torch.equal(last, first)
-    assert torch.equal(last, type(target).generate(target, **options))
+    assert torch.equal(last, target.generate(**options))

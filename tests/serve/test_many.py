@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
+from support.cases import GREEDY, SAMPLED
+from support.compare import run
 from support.tiny import prompts, tiny_head, tiny_target
 from support.users import TOKENIZER
 from transformers import LogitsProcessor
@@ -14,24 +15,15 @@ from transformers import LogitsProcessor
 from hf_dart import generate_many, iterate_many
 from hf_dart.serve.many import ManyFailedError
 
-SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 14}
-
-
-def alone(target: Any, inputs: Any, seed: int) -> torch.Tensor:
-    torch.manual_seed(seed)
-    return type(target).generate(target, **inputs, **SAMPLED)
-
 
 def test_outputs_in_order() -> None:
     target = tiny_target("llama")
     inputs = [prompts([3 + 2 * (number % 7)], seed=number) for number in range(12)]
-    wanted = [alone(target, one, 5 + number) for number, one in enumerate(inputs)]
-    head = tiny_head(target)
+    wanted = [run(target, one, 5 + number, **SAMPLED).sequences for number, one in enumerate(inputs)]
     given = [one["input_ids"][0].tolist() if number % 2 else one for number, one in enumerate(inputs)]
-    found = generate_many(target, given, head, seats=3, seed=5, progress=False, **SAMPLED)
-    assert all(map(torch.equal, found, wanted))
-    found = generate_many(target, iter(given), head, seats=3, seed=range(5, 17), progress=False, **SAMPLED)
-    assert all(map(torch.equal, found, wanted))
+    for asked, seed in ((given, 5), (iter(given), range(5, 17))):
+        found = generate_many(target, asked, tiny_head(target), seats=3, seed=seed, progress=False, **SAMPLED)
+        assert all(map(torch.equal, found, wanted))
 
 
 def test_prompts_are_taken_late() -> None:
@@ -47,8 +39,8 @@ def test_prompts_are_taken_late() -> None:
     for number in range(6):
         handle = next(many)
         inputs = TOKENIZER("abcdefg"[number % 5 :], return_tensors="pt")
-        wanted = alone(target, {name: inputs[name] for name in ("input_ids", "attention_mask")}, number)
-        assert torch.equal(handle.result(), wanted)
+        inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        assert torch.equal(handle.result(), run(target, inputs, number, **SAMPLED).sequences)
         assert len(taken) == number + 4
     many.close()  # and nothing more is taken
     assert len(taken) == 9
@@ -67,17 +59,17 @@ class Counts(LogitsProcessor):
 
 
 def test_a_prompt_that_fails() -> None:
-    target, options = tiny_target("llama"), {"do_sample": False, "max_new_tokens": 12}
+    target = tiny_target("llama")
     given = [[5, 4, 3], [9, 8], [7], [], [6, 5]]
     with pytest.raises(ManyFailedError, match="2 of 5 prompts failed") as failed:
-        generate_many(target, given, tiny_head(target), seats=2, logits_processor=[Counts()], progress=False, **options)
+        generate_many(target, given, tiny_head(target), seats=2, logits_processor=[Counts()], progress=False, **GREEDY)
     assert [type(one) for one in failed.value.exceptions] == [OSError, ValueError]
     assert failed.value.exceptions[1].__notes__ == ["The error of prompt 3, counted from 0."]
     for prompt, output in zip(given, failed.value.outputs, strict=True):
         if prompt in ([9, 8], []):
             assert output is None
         else:
-            wanted = type(target).generate(target, torch.tensor([prompt]), logits_processor=[Counts()], **options)
+            wanted = type(target).generate(target, torch.tensor([prompt]), logits_processor=[Counts()], **GREEDY)
             assert torch.equal(output, wanted)
     with pytest.raises(ValueError, match="leave out num_beams=2"):
         generate_many(target, given, num_beams=2, progress=False)

@@ -32,45 +32,34 @@ def test_what_is_not_to_be_had(name: str) -> None:
     assert ";" in message
 
 
-@pytest.mark.parametrize(
-    ("given", "param"),
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"temperature": 1e-9}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": "1"}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"top_p": 1.1}, "top_p"),
-        ({"seed": 2**63}, "seed"),
-        ({"seed": 1.5}, "seed"),
-        ({"n": 0}, "n"),
-        ({"n": True}, "n"),
-        ({"stop": ["a"] * 5}, "stop"),
-        ({"stop": ""}, "stop"),
-        ({"stop": 3}, "stop"),
-        ({"logit_bias": {"x": 1}}, "logit_bias"),
-        ({"logit_bias": {"1": 101}}, "logit_bias"),
-        ({"presence_penalty": 3}, "presence_penalty"),
-        ({"stream": "yes"}, "stream"),
-        ({"stream_options": {"include_usage": True, "x": 1}}, "x"),
-        ({"prompt": {}}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": [1, True]}, "prompt"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"temprature": 1}, "temprature"),
-    ],
-)
-def test_values_out_of_range(given: dict[str, Any], param: str) -> None:
-    found, message = wrong(CompletionAsked, **given)
-    assert found == param
+WRONG: dict[str, list[Any]] = {
+    "temperature": [-1, 1e-9, float("nan"), "1"],
+    "top_p": [0, 1.1],
+    "seed": [2**63, 1.5],
+    "n": [0, True],
+    "stop": [["a"] * 5, "", 3],
+    "logit_bias": [{"x": 1}, {"1": 101}],
+    "presence_penalty": [3],
+    "stream": ["yes"],
+    "prompt": [{}, [], [[]], [1, True]],
+    "logprobs": [21],
+    "max_tokens": [0],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_values_out_of_range(name: str, value: Any) -> None:
+    found, message = wrong(CompletionAsked, **{name: value})
+    assert found == name
     assert message
 
 
-def test_misspelt_names() -> None:
-    assert wrong(CompletionAsked, temprature=1)[1].endswith("did you mean 'temperature'?")
+def test_unknown_names() -> None:
+    assert wrong(CompletionAsked, temprature=1) == (
+        "temprature", "There is no parameter 'temprature'; did you mean 'temperature'?"
+    )  # fmt: skip
     assert wrong(ChatAsked, temprature=1)[1].startswith("There is no parameter 'temprature'; ")
+    assert wrong(CompletionAsked, stream_options={"include_usage": True, "x": 1})[0] == "x"
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from support import compare
+from support.cases import SAMPLED
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
 
-from hf_dart import Batcher, LookupDrafter, generate
+from hf_dart import Batcher, LookupDrafter
 from hf_dart.serve import batcher as batcher_module
 from hf_dart.serve import prefixes as prefixes_module
 
-OPTIONS: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
 DRAFTERS = {"head": tiny_head, "eagle": tiny_eagle_drafter, "lookup": lambda _: LookupDrafter()}
 
 
@@ -31,6 +32,10 @@ def with_system_prompt(count: int, seed: int = 0, length: int = 40) -> list[Tens
     return [torch.cat([system, torch.tensor([[2 + number]]), tail], dim=1) for number, tail in enumerate(tails)]
 
 
+def stock(target: Any, ids: Tensor, seed: int, **options: Any) -> Tensor:
+    return compare.run(target, {"input_ids": ids}, seed, **SAMPLED, **options).sequences
+
+
 def run(batcher: Batcher, ids: Tensor, seed: int) -> tuple[Tensor, Any, int]:
     """The text of a request that runs alone, its statistics, and the tokens of the prompt that the target read."""
     read: list[int] = []
@@ -43,7 +48,7 @@ def run(batcher: Batcher, ids: Tensor, seed: int) -> tuple[Tensor, Any, int]:
 
     target.prepare_inputs_for_generation = counted
     try:
-        handle = batcher.submit(ids, **OPTIONS, seed=seed)
+        handle = batcher.submit(ids, **SAMPLED, seed=seed)
         text = handle.result()
     finally:
         del target.prepare_inputs_for_generation
@@ -67,14 +72,12 @@ def test_texts_and_drafts_stay(kind: str, family: str) -> None:
     batcher = Batcher(target, drafter, seats=2)
     for number, ids in enumerate(with_system_prompt(5)):
         text, stats, read = run(batcher, ids, number)
-        torch.manual_seed(number)
-        assert torch.equal(text, generate(target, ids, assistant=drafter, **OPTIONS))
+        assert torch.equal(text, stock(target, ids, number, assistant=drafter))
         assert stats.committed == drafter.last_stats.committed  # its drafts too go on from what was read
         assert read == ids.shape[1] - (39 if number > 1 else 0)
     ids[0, 38] += 1  # one token that is not the same
     text, _, read = run(batcher, ids, 0)
-    torch.manual_seed(0)
-    assert torch.equal(text, type(target).generate(target, ids, **OPTIONS))
+    assert torch.equal(text, stock(target, ids, 0))
     assert read == ids.shape[1]
     batcher.close()
 
@@ -86,8 +89,7 @@ def test_a_bound_and_other_prompts() -> None:
     expected = [(first[0], 0), (first[1], 0), (first[2], 39), (second[0], 0), (second[1], 0), (second[2], 39)]
     for ids, spared in [*expected, (first[0], 0)]:  # the first beginning has made room
         text, _, read = run(batcher, ids, 3)
-        torch.manual_seed(3)
-        assert torch.equal(text, type(target).generate(target, ids, **OPTIONS))
+        assert torch.equal(text, stock(target, ids, 3))
         assert read == ids.shape[1] - spared
     none = Batcher(target, tiny_head(target), prefix_tokens=0)
     assert [run(none, ids, 3)[2] for ids in first] == [ids.shape[1] for ids in first]
@@ -100,6 +102,5 @@ def test_a_target_that_changes() -> None:
         if number == 3:
             target.model.layers[0].mlp.down_proj.weight.data.mul_(2.0)  # which no version counts
         text, _, read = run(batcher, ids, number)
-        torch.manual_seed(number)
-        assert torch.equal(text, type(target).generate(target, ids, **OPTIONS))
+        assert torch.equal(text, stock(target, ids, number))
         assert read == ids.shape[1] - (39 if number == 2 else 0)
