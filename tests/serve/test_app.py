@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,13 +17,13 @@ import openai
 import pytest
 import torch
 from prometheus_client import generate_latest
+from support.compare import run
 from support.serving import ask, served
 from support.tiny import VOCABULARY, tiny_head, tiny_target
-from support.users import TOKENIZER
+from support.users import TOKENIZER, fail
 from transformers import LogitsProcessorList
 
 from hf_dart import LookupDrafter, SuffixStore, TreeConfig
-from hf_dart.bench.pair import load_pair
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
 from hf_dart.serve import app
 from hf_dart.serve.service import Limits, Service, length_of
@@ -42,16 +42,22 @@ def target() -> Any:
 
 
 @pytest.fixture(scope="module")
-def service(target: Any) -> Service:
+def service(target: Any) -> Iterator[Service]:
     TOKENIZER.chat_template = TEMPLATE
-    return Service(target, TOKENIZER, tiny_head(target), [NAME, "other/name"], LIMITS, SuffixStore())
+    yield Service(target, TOKENIZER, tiny_head(target), [NAME, "other/name"], LIMITS, SuffixStore())
+    TOKENIZER.chat_template = None
+
+
+@pytest.fixture
+def other(target: Any) -> Service:
+    """A service that nothing else is asked of."""
+    return Service(target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
 
 
 @pytest.fixture(scope="module")
 def address(service: Service) -> Iterator[str]:
     with served(service) as address:
         yield address
-    TOKENIZER.chat_template = None
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +69,8 @@ def client(address: str) -> Iterator[openai.OpenAI]:
 def stock(target: Any, prompt: str, seed: int = 0, **options: Any) -> tuple[str, str]:
     """Text that the target writes alone, and how that ends."""
     ids = torch.tensor([TOKENIZER(prompt)["input_ids"]])
-    torch.manual_seed(seed)
-    written = type(target).generate(target, ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    written = run(target, inputs, seed, **options).sequences[0, ids.shape[1] :]
     ended = int(written[-1]) == 3
     return TOKENIZER.decode(written[: len(written) - ended], skip_special_tokens=True), "stop" if ended else "length"
 
@@ -191,17 +197,13 @@ def test_log_probabilities(target: Any, client: Any, sampled: bool) -> None:
     ids = torch.tensor([TOKENIZER(PROMPT + answer.text)["input_ids"]])
     with torch.no_grad():
         expected = target(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    torch.testing.assert_close(
-        torch.tensor(told.token_logprobs, dtype=expected.dtype),
-        expected.gather(1, ids[0, len(PROMPT) :, None])[:, 0],
-        atol=1e-5,
-        rtol=1e-5,
-    )
+    wanted = expected.gather(1, ids[0, len(PROMPT) :, None])[:, 0].tolist()
+    assert told.token_logprobs == pytest.approx(wanted, abs=1e-5)
     for top, scores in zip(told.top_logprobs, expected, strict=True):
         assert list(top) == [TOKENIZER.decode([token]) for token in scores.topk(3).indices.tolist()]
-    messages = [{"role": "user", "content": "abc"}]
-    said = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **given).choices[0]
-    parts = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=2, **given, stream=True)
+    given |= {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "top_logprobs": 2}
+    said = client.chat.completions.create(**given).choices[0]
+    parts = client.chat.completions.create(**given, stream=True)
     streamed = [one for part in parts for choice in part.choices for one in (choice.logprobs or said.logprobs).content]
     entries = said.logprobs.content
     assert "".join(one.token for one in entries) == said.message.content
@@ -333,11 +335,22 @@ def test_bodies_that_are_too_large(address: str) -> None:
         assert (status, error["message"]) == (413, "The request has more than 20000 bytes; send less.")
 
 
+@contextmanager
+def begun(address: str, body: bytes, length: int = 9000) -> Iterator[socket.socket]:
+    """A connection that has sent so much of the body of a completion."""
+    with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=20) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {length}\r\n"
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
+        yield connection
+
+
 def test_bodies_that_do_not_come(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_BODY_SECONDS", 0.1)
-    with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=20) as half:
-        half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 9000\r\n\r\n{")
-        assert b"The request took more than 0.1 s; send it faster." in half.makefile("rb").read()
+    with begun(address, b"{") as half:
+        answer = HTTPResponse(half)
+        answer.begin()
+        message = json.loads(answer.read())["error"]["message"]
+    assert (answer.status, message) == (408, "The request took more than 0.1 s; send it faster.")
 
 
 def test_routes_that_are_none(address: str) -> None:
@@ -355,13 +368,11 @@ def test_more_than_may_wait(service: Service, address: str, client: Any) -> None
     wait_for(lambda: service.taken == 0)
 
 
-def test_more_requests_than_are_read(target: Any) -> None:
+def test_more_requests_than_are_read(other: Service) -> None:
     """Bodies that do not come hold no more memory than so many may."""
-    service = Service(target, TOKENIZER, tiny_head(target), [NAME], Limits(length=200, seats=1, waiting=1))
-    with served(service) as address, ExitStack() as stack:
-        for _ in range(34):
-            half = stack.enter_context(socket.create_connection(("127.0.0.1", urlsplit(address).port)))
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 9000\r\n\r\n{")
+    with served(other) as address, ExitStack() as stack:
+        for _ in range(32 + other.room):
+            stack.enter_context(begun(address, b"{"))
         wait_for(lambda: ask(address, "/v1/completions", {"prompt": "x"})[0] == 429)
         status, error, headers = refused(address, "completions", {"prompt": "x"})
         assert (status, error["message"], headers["Retry-After"]) == (
@@ -376,9 +387,9 @@ def test_more_requests_than_are_read(target: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_seat_within_a_round(
-    target: Any, service: Service, client: Any, stream: bool
+    service: Service, address: str, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
-    """The call ends where it is; the others have the text that they have alone."""
+    """The call ends where it is."""
     rounds, waits, goes_on = [0], threading.Event(), threading.Event()
     run = service.batcher._round
 
@@ -389,24 +400,17 @@ def test_a_client_that_leaves_frees_its_seat_within_a_round(
             assert goes_on.wait(20)
         run()
 
-    service.batcher._round = held
+    monkeypatch.setattr(service.batcher, "_round", held)
     body = {"prompt": PROMPT, "temperature": 0, "logit_bias": {"3": -100}, "max_tokens": 190, "stream": stream}
     content = json.dumps(body).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
-    try:
-        with socket.create_connection(("127.0.0.1", client.base_url.port)) as leaves:
-            leaves.sendall(head + b"Content-Length: %d\r\n\r\n" % len(content) + content)
-            assert waits.wait(20)
-            (handle,) = (one.handle for one in service.batcher._running)
-        wait_for(handle.cancelled)
-        goes_on.set()
-        wait_for(lambda: service.batcher.running == 0)
-        assert rounds[0] == 3
-        assert len(handle.tokens) < 40
-    finally:
-        service.batcher._round = run
-    answer = client.completions.create(model=NAME, prompt=PROMPT, temperature=0, max_tokens=9)
-    assert answer.choices[0].text == stock(target, PROMPT, do_sample=False, max_new_tokens=9)[0]
+    with begun(address, content, len(content)):
+        assert waits.wait(20)
+        (handle,) = (one.handle for one in service.batcher._running)
+    wait_for(handle.cancelled)
+    goes_on.set()
+    wait_for(lambda: service.batcher.running == 0)
+    assert rounds[0] == 3
+    assert len(handle.tokens) < 40
 
 
 def test_an_answer_that_takes_too_long(target: Any) -> None:
@@ -427,27 +431,22 @@ def test_an_answer_that_takes_too_long(target: Any) -> None:
         assert answer.splitlines()[-2].startswith('data: {"error": {"message": "The answer took more than 1 s')
 
 
-def test_calls_that_fail_on_the_way(target: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_calls_that_fail_on_the_way(other: Service, caplog: pytest.LogCaptureFixture) -> None:
     """The client is told, whole or as an event, and nothing else."""
-    service = Service(target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
-
-    def fails() -> None:
-        raise MemoryError("with what no client should see")
-
-    service.batcher._seats.round = fails
-    with served(service) as address:
-        status, error, _ = refused(address, "completions", {"prompt": PROMPT})
-        assert (status, error["message"]) == (500, "The server failed; its log says why.")
-        service.batcher._seats.round = fails
+    error = MemoryError("with what no client should see")
+    with served(other) as address:
+        other.batcher._seats.round = lambda: fail(error)
+        status, told, _ = refused(address, "completions", {"prompt": PROMPT})
+        assert (status, told["message"]) == (500, "The server failed; its log says why.")
+        other.batcher._seats.round = lambda: fail(error)
         _, answer, _ = ask(address, "/v1/completions", {"prompt": PROMPT, "stream": True})
         assert "no client" not in answer
         assert '"The server failed; its log says why."' in answer
     assert "with what no client should see" in caplog.text
 
 
-def test_an_api_key(target: Any) -> None:
-    service = Service(target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
-    with served(service, api_key="secret") as address:
+def test_an_api_key(other: Service) -> None:
+    with served(other, api_key="secret") as address:
         for key in ("none", "secre", "secrets"):
             wrong = openai.OpenAI(base_url=f"{address}/v1", api_key=key, max_retries=0)
             with wrong, pytest.raises(openai.AuthenticationError, match="The API key is missing or wrong"):
@@ -462,11 +461,10 @@ def test_an_api_key(target: Any) -> None:
 # ---- figures -------------------------------------------------------------------------------------------------
 
 
-def test_metrics(target: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_metrics(other: Service, caplog: pytest.LogCaptureFixture) -> None:
     """The acceptance length is that of the calls, and the log has a line for each."""
-    service = Service(target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
     caplog.set_level("INFO", "hf_dart.serve")
-    with served(service) as address:
+    with served(other) as address:
         asked = {"prompt": PROMPT, "max_tokens": 60, "n": 2, "seed": 1, "temperature": 1, "logit_bias": {"3": -100}}
         answer = json.loads(ask(address, "/v1/completions", asked)[1])
         assert answer["usage"]["completion_tokens"] == 120
@@ -474,7 +472,7 @@ def test_metrics(target: Any, caplog: pytest.LogCaptureFixture) -> None:
         _, page, headers = ask(address, "/", method="GET")
         assert headers["content-type"].startswith("text/html")
         assert "://" not in page  # of itself alone
-    figures = {name: read(service, name) for name in (
+    figures = {name: read(other, name) for name in (
         "spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total",
         "spec_decode_num_accepted_tokens_per_pos_total", "spec_decode_num_draft_tokens_total",
         "generation_tokens_total", "prompt_tokens_total", "request_success_total",
@@ -492,39 +490,3 @@ def test_metrics(target: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert "6 + 120 tokens" in lines[0]
     assert lines[0].endswith("length, seed 1")
     assert lines[1].endswith("The prompt is empty; give some text.")
-
-
-# ---- text of a JSON schema -----------------------------------------------------------------------------------
-
-SCHEMA = {
-    "type": "object",
-    "properties": {"done": {"type": "boolean"}, "kind": {"enum": ["file", "folder"]}},
-    "required": ["done", "kind"],
-    "additionalProperties": False,
-}
-
-
-def formatted(schema: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "row", "schema": schema, "strict": True}}
-
-
-def test_response_format_follows_a_schema() -> None:
-    pytest.importorskip("xgrammar")
-    pair = load_pair()
-    tokenizer = copy.deepcopy(pair.tokenizer)
-    tokenizer.chat_template = TEMPLATE
-    limits = Limits(length=400)
-    service = Service(pair.model, tokenizer, LookupDrafter(), [NAME], limits)
-    with served(service) as address, openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client:
-        options: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "x = "}], "max_tokens": 60}
-        answer = client.chat.completions.create(
-            **options, response_format=formatted(SCHEMA), n=2, temperature=1, seed=3
-        )
-        for choice in answer.choices:
-            assert json.loads(choice.message.content).keys() == {"done", "kind"}
-            assert choice.finish_reason == "stop"
-        any_object = client.chat.completions.create(**options, response_format={"type": "json_object"}, temperature=0)
-        assert any_object.choices[0].message.content.startswith("{")
-        for wrong in (formatted({"type": "nothing"}), {"type": "json_schema"}):
-            with pytest.raises(openai.BadRequestError, match="response_format"):
-                client.chat.completions.create(**options, response_format=wrong)

@@ -215,6 +215,21 @@ def test_a_schema_that_cannot_be_met(client: Any) -> None:
         client.chat.completions.create(model="code", messages=MESSAGES, tools=broken, tool_choice="required")
 
 
+def test_response_format(client: Any) -> None:
+    """JSON of a schema, or any object."""
+    pytest.importorskip("xgrammar")
+    given: dict[str, Any] = {"model": "code", "messages": MESSAGES, "max_tokens": 60, "temperature": 1, "seed": 3}
+    form = {"type": "json_schema", "json_schema": {"name": "row", "schema": COPY, "strict": True}}
+    for choice in client.chat.completions.create(**given, n=2, response_format=form).choices:
+        assert json.loads(choice.message.content).keys() == {"path", "again"}
+        assert choice.finish_reason == "stop"
+    any_object = client.chat.completions.create(**given, response_format={"type": "json_object"})
+    assert any_object.choices[0].message.content.startswith("{")
+    for wrong in ({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}, {"type": "json_schema"}):
+        with pytest.raises(openai.BadRequestError, match="response_format"):
+            client.chat.completions.create(**given, response_format=wrong)
+
+
 def test_what_is_missing_on_the_server(service: Service, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template that reads tools, one that tells calls from text, and a grammar library."""
     given = {"model": "code", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 5}
