@@ -35,9 +35,7 @@ def test_demo_shows_that_nothing_changed(capsys: pytest.CaptureFixture[str]) -> 
     assert "\033" not in shown
 
 
-def test_demo_in_colour_with_a_false_head(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_demo_in_colour_with_a_false_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong token: the verdict has to notice."""
 
     def wrong(stock: Run, drafted: Run) -> list[Difference | None]:
