@@ -17,8 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.request import Request, admit
-from hf_dart.decoding.round import one_round
-from hf_dart.decoding.session import Session, begin
+from hf_dart.decoding.session import Session, begin, one_round
 from hf_dart.decoding.suffix_store import Namespace, namespace_of
 from hf_dart.decoding.walk import NoiseStream
 from hf_dart.drafters.base import Drafter
@@ -342,17 +341,8 @@ def speculative_generate(
 ) -> Tensor | DartGenerateOutput:
     """Decode with drafts: the callable that `assistant=` becomes, called by stock's `generate` with all prepared.
 
-    Args:
-        model: the target.
-        input_ids: [B, P] left-padded prompts, already expanded for `num_return_sequences`.
-        optional: raise [`UndraftedError`] for a call that cannot be drafted, so that it can run without drafts.
-        options: the others of `request.admit`.
-
-    Returns:
-        [B, P + T] token ids, or a [`DartGenerateOutput`] with `return_dict_in_generate=True`; both as stock.
-
-    Raises:
-        ValueError: something was asked for that could not equal stock's output.
+    Prompts [B, P] are expanded for `num_return_sequences` already; `options` are those of `request.admit`. Where drafts
+    are `optional`, a call that cannot be drafted raises [`UndraftedError`], so that it can run without.
     """
     with _refusals(optional):
         request = admit(model, input_ids, **options)

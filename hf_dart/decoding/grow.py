@@ -247,18 +247,10 @@ class Ranker:
     def scores(
         self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None = None
     ) -> Tensor:
-        """Scores [B, d, V], or [B, d, M], of all tokens.
+        """Log-scores of all tokens, by a drafter's logits [B, d, V], or [B, d, M] of the tokens of a `vocabulary` [M].
 
-        Args:
-            logits: [B, d, V] of the drafter; [B, d, M] with a `vocabulary`.
-            gumbel: [B, d, V] the noise that the target will sample those positions with; None ranks by
-                probability.
-            seen: [B, V] or [B, M] bool, tokens that a repetition penalty applies to; None for none.
-            vocabulary: [M] ids of the tokens that were scored; None for all. Their probabilities then sum to 1.
-
-        Returns:
-            Log-scores. With noise, a score is the log-softmax of perturbed logits: how sure the coupled draft is
-            that the target will draw this very token.
+        A repetition penalty applies to tokens that were `seen` [B, V or M]. With noise `gumbel` [B, d, V], that of the
+        target, a score is how sure the coupled draft is that the target will draw this very token.
         """
         return self._perturbed(logits, gumbel, seen, vocabulary).log_softmax(-1)
 

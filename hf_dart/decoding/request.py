@@ -137,10 +137,6 @@ def admit(
     """Return a call as a `Request`, from what stock's `generate` hands a callable, and the keywords of `api.generate`.
 
     A call that `overlaps` another one takes the target's packed weights as that one found them.
-
-    Raises:
-        TypeError: an argument is of another type.
-        ValueError: something was asked for that could not equal stock's output.
     """
     if not isinstance(tree_config, TreeConfig | None):
         raise TypeError(f"tree_config= takes a TreeConfig, not {tree_config!r:.100}; give TreeConfig(nodes=8), say.")

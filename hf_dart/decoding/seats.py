@@ -18,8 +18,7 @@ from torch import Tensor
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace
-from hf_dart.decoding.round import accept, one_round
-from hf_dart.decoding.session import Budget, Session
+from hf_dart.decoding.session import Budget, Session, accept, one_round
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Proposal, Verified
 from hf_dart.models.devices import host_by_default
@@ -48,11 +47,7 @@ class Seats:
     @host_by_default
     @torch.no_grad()
     def take(self, session: Session) -> None:
-        """Let a call that has been opened run in a free seat.
-
-        Raises:
-            ValueError: there is none, or its target, drafter, trees or positions are of another kind than the others'.
-        """
+        """Let a call that has been opened run in a free seat, if it is of the kind of the others."""
         if not self.free:
             raise ValueError(f"All {self.size} seats are taken; call round() until one is free.")
         like, request, state = session.verify, session.request, session.drafter_state.state
@@ -145,11 +140,9 @@ class Seats:
     @host_by_default
     @torch.no_grad()
     def round(self) -> list[tuple[Session, Exception | None]]:
-        """Run one round of every call.
+        """Run one round of every call, and return those that have left their seats, done or ended by an error.
 
-        Returns:
-            The calls that are done and have left their seats, each with the error that ended it, if one did.
-            `api.close_call` gives the output of the others.
+        `api.close_call` gives the output of those without an error.
         """
         try:
             if self.taken:

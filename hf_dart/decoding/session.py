@@ -1,4 +1,4 @@
-"""State of one call of `generate` from its first round to its last: complete when it is made, by `begin`."""
+"""The round, and the state of one call of `generate` from its first round to its last, which `begin` makes complete."""
 
 from __future__ import annotations
 
@@ -201,15 +201,36 @@ class Session:
             self.stats.trace.add(tree, accepted, self.stats.seconds)
 
 
+def one_round(s: Session) -> None:
+    """Bring every row that runs on by at least one token: by the target's own tokens on the path they take in a tree.
+
+    Should it raise, `finish.break_off` leaves the call as stock would have.
+    """
+    with s.stats.phase("draft"):
+        budget = s.budget()
+        proposal = s.propose(budget.drafted)  # d distributions per row, or None
+    with s.stats.phase("grow"):
+        tree = s.grow(proposal, budget)  # [B, N] nodes, the root first
+    with s.stats.phase("verify"):
+        logits, features = s.verify(tree, budget.limits)  # [B, N, V], [B, N, F]: the one forward of the target
+    accept(s, tree, budget, logits, features)
+
+
+def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features: Tensor) -> None:
+    """Emit the target's own tokens on the path that they take in each tree, and keep its nodes."""
+    with s.stats.phase("walk"):
+        accepted = s.walk(tree, logits, budget.limits)  # the target's own choice at every accepted node
+    with s.stats.phase("commit"):
+        s.cache.commit(accepted.path, accepted.counts)
+        s.seen = s.rows.take(features, accepted.path, accepted.counts)
+        s.count(tree, accepted, budget)
+    s.tell(logits, accepted)
+
+
 def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]:
     """Run the prompt through the target and the drafter, and make the parts of the call.
 
-    Args:
-        request: what `admit` let in.
-        noise: that tokens are drawn with, not begun; None for greedy search.
-
-    Returns:
-        The session, which has seen the prompt but for the token after it, and the target's logits [B, 1, V] for that.
+    The session has seen the prompt but for the token after it; the target's logits for that are [B, 1, V].
     """
     config, batch = request.tree_config, len(request.input_ids)
     stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)

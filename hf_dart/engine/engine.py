@@ -15,8 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import unwrapped
-from hf_dart.decoding.round import one_round
-from hf_dart.decoding.session import Session
+from hf_dart.decoding.session import Session, one_round
 from hf_dart.drafters.base import Drafter
 from hf_dart.engine.compiling import EngineConfig
 from hf_dart.engine.graphs import Capture, memory_pool

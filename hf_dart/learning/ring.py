@@ -172,10 +172,7 @@ class Recorder:
 
 
 def determined(target: Any, drafter: Any, seen: Verified, logits: Tensor) -> bool:
-    """Return True if the LM head gives the target's logits [B, A, V] of the features that the drafter reads.
-
-    Where it reads the last hidden state, and the target does nothing to what its LM head returns.
-    """
+    """Return True if the LM head gives the target's logits [B, A, V] of the last features that the drafter reads."""
     layers, lm_head = drafter.feature_layers, drafter.shared.lm_head
     if not layers or layers[-1] != layer_count(target):
         return False

@@ -130,15 +130,13 @@ class TreeConfig:
             return replace(self, level_cost=0.0)
         return replace(self, level_cost=costs.LEVEL_COST if self.level_cost is None else self.level_cost)
 
-    def round_cost(
-        self, batch_size: int, device_type: str, drafted: bool = True, most: int | None = None
-    ) -> RoundCost:
+    def round_cost(self, batch_size: int, device_type: str, drafted: bool = True) -> RoundCost:
         """Cost of rounds of a batch, from the fields of this config and the estimates of `hf_dart.trees.costs`.
 
         An accelerator of unknown costs is taken to verify many nodes in the time of one. Nodes cost nothing, either,
-        where `nodes` asks for so many anyway. Costs are of up to `most` nodes per row; None is `resolve_nodes`.
+        where `nodes` asks for so many anyway.
         """
-        sizes = np.arange(1, (most or self.resolve_nodes(batch_size, device_type)) + 1)
+        sizes = np.arange(1, self.resolve_nodes(batch_size, device_type) + 1)
         once = costs.DRAFT_COST if self.draft_cost is None else self.draft_cost
         if self.nodes is None and self.verify_costs:
             forward = interpolated(self.verify_costs, batch_size * sizes)

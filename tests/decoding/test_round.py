@@ -19,7 +19,7 @@ from hf_dart.decoding.session import Session
 
 LIBRARY = Path(hf_dart.__file__).parent
 LIST = Path(__file__).parents[2] / "CONTRIBUTING.md"
-MOST = 21
+MOST = 20
 """Files that a round enters; it goes down when one is merged into another."""
 
 
