@@ -146,16 +146,23 @@ def read_published(
     stored = frozenset(shapes) - ignored
     first = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
     query = shapes.get(f"{first}.self_attn.q_proj.weight")
+    deeper = any(re.match(r"layers\.0*[1-9]\d*\.", name) for name in stored)
+    layers = layer.integer("num_hidden_layers", 1, _MOST_LAYERS, 1)
+    joint = nested.flag("norm_before_fc", False)
+    each = fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False)
+    if joint and each:
+        raise fields.wrong("fc_norm", True, "false where norm_before_fc is true")
     described = read_widths(layer, _head_dim(layer, query, path)) | read_vocabulary(fields, layer)
     described |= {
         "embedding_size": described["hidden_size"],
         "feature_size": fields.integer("target_hidden_size", 2, 2**20, described["hidden_size"]),
-        "num_layers": _layer_count(layer, first, stored),
+        # Code that calls its layer so has one, whatever its config.json says.
+        "num_layers": 1 if first == "midlayer" and not deeper else layers,
         "feature_layers": [num_layers] if joined else _taps(fields, nested, num_layers),
         "embeddings": "own" if "embed_tokens.weight" in stored else "table",
         "own_lm_head": "lm_head.weight" in stored,
         "joined": joined,
-        "fusion_norm": _fusion_norm(fields, nested),
+        "fusion_norm": "joint" if joint else "each" if each else "none",
         "norm_before_residual": fields.flag("norm_before_residual", False),
         "norm_output": fields.flag("norm_output", False),
     }
@@ -181,21 +188,6 @@ def read_published(
     legacy = _AUX_NORMS if "aux_norm_low.weight" in stored else {}
     names = network_names(first, next(iter(deeper_norms), "input_layernorm"))
     return Published(described, {**legacy, **names}, ignored)
-
-
-def _layer_count(layer: Fields, first: str, stored: Collection[str]) -> int:
-    layers = layer.integer("num_hidden_layers", 1, _MOST_LAYERS, 1)
-    deeper = {int(name.split(".")[1]) for name in stored if re.match(r"layers\.\d{1,3}\.", name)} - {0}
-    # Code that names its layer so has one, whatever its config.json says.
-    return 1 if first == "midlayer" and not deeper else layers
-
-
-def _fusion_norm(fields: Fields, nested: Fields) -> str:
-    joint = nested.flag("norm_before_fc", False)
-    each = fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False)
-    if joint and each:
-        raise fields.wrong("fc_norm", True, "false where norm_before_fc is true")
-    return "joint" if joint else "each" if each else "none"
 
 
 def _biases(layer: Fields, first: str, stored: Collection[str], path: str) -> dict[str, bool]:

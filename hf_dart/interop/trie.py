@@ -128,22 +128,17 @@ class _Known:
             )
         if (heads["count"] < 0).any():
             raise _damaged(self._trie, "it counts an n-gram less often than never")
-        self._find_keys(ids, parents, tokens)
-        self._write(ids, heads["count"].astype(np.int64), writer)
-
-    def _find_keys(self, ids: Array, parents: Array, tokens: Array) -> None:
-        while len(ids):
+        left = ids
+        while len(left):
             # Of the remaining nodes, those whose parent is known by now: it may be in the same chunk.
             ready = self._depths[parents] > 0
-            now, above = ids[ready], parents[ready]
+            now, above = left[ready], parents[ready]
             if self._depths[above].max() > self._spec.order:
                 raise _damaged(self._trie, f"it has n-grams longer than its order {self._spec.order}")
             self._keys[now] = (self._keys[above] << self._spec.bits) | tokens[ready]
             self._depths[now] = self._depths[above] + 1
-            ids, parents, tokens = ids[~ready], parents[~ready], tokens[~ready]
-
-    def _write(self, ids: Array, counts: Array, writer: TableWriter) -> None:
-        lengths, keys = self._depths[ids] - 1, self._keys[ids]
+            left, parents, tokens = left[~ready], parents[~ready], tokens[~ready]
+        counts, lengths, keys = heads["count"].astype(np.int64), self._depths[ids] - 1, self._keys[ids]
         for length in range(1, self._spec.order + 1):
             own = (lengths == length) & (counts > 0)
             if length == 1:
