@@ -73,7 +73,10 @@ def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
     name, subfolder = head.name_or_path, head._place.get("subfolder")
     folder = Path(name, subfolder or "")
     if name and folder.is_dir():
-        if not peft_configs(head) and not same_fingerprint(base_fingerprint(head), _fingerprint_in(folder, head)):
+        wanted = ["fc.weight", *(f"layers.{part}" for part, _ in head.layers.named_parameters())]
+        stored = headers(folder.glob("model*.safetensors"), str(folder))
+        found = fingerprint(stored[weight].read() for weight in wanted if weight in stored)
+        if not peft_configs(head) and not same_fingerprint(base_fingerprint(head), found):
             raise ValueError(
                 f"This head has other weights than the one in {folder}, where its adapter would look for it; "
                 "save_pretrained it first."
@@ -87,13 +90,6 @@ def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
     return name, head._place.get("revision")
 
 
-def _fingerprint_in(folder: Path, head: TrainedDrafter) -> list[float]:
-    """Fingerprint of the weights in a folder, as `base_fingerprint(head)` makes it; missing ones are left out."""
-    names = ["fc.weight", *(f"layers.{name}" for name, _ in head.layers.named_parameters())]
-    stored = headers(folder.glob("model*.safetensors"), str(folder))
-    return fingerprint(stored[name].read() for name in names if name in stored)
-
-
 def _inject(
     head: TrainedDrafter,
     config: PeftConfig,
@@ -102,11 +98,7 @@ def _inject(
     seed: int = 0,
     fill: Callable[[], None] | None = None,
 ) -> None:
-    """Put an adapter on a head and make it the active one: all of it or nothing.
-
-    `what` is its config in messages; `fill` gives it weights, and nothing is allocated before, as sizes come from a
-    file.
-    """
+    """Put an adapter on a head and make it the active one, all of it or nothing; `fill` gives it weights of a file."""
     if name in peft_configs(head):
         raise ValueError(f"This head has an adapter {name!r} already; give another name.")
     before = head.active_adapters()[0] if peft_configs(head) else None

@@ -169,7 +169,7 @@ def take(x: Tensor, wanted: Tensor | None) -> Tensor:
     return x if wanted is None else x.gather(1, wanted[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def rotation_at(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rotation_at(positions: Tensor, config: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] (Su et al., arXiv 2104.09864, half-split layout).
 
     Frequencies are those of rope_theta, or rope_frequencies [head_dim / 2] and rope_scale of a config that has them.
@@ -177,11 +177,6 @@ def rotation_at(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) ->
     own, scale = getattr(config, "rope_frequencies", None), getattr(config, "rope_scale", 1.0)
     given = None if own is None else tuple(own)
     frequencies = _frequencies(config.head_dim, config.rope_theta, given, positions.device)
-    return rotation_by(frequencies, scale, positions, dtype)
-
-
-def rotation_by(frequencies: Tensor, scale: float, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] by `frequencies` [head_dim], times `scale`."""
     angles = positions[:, None, :, None] * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)

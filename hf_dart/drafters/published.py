@@ -31,15 +31,10 @@ def load_published(
     tokenizer: Any,
     *,
     read: Callable[..., Published] = read_published,
-    layers: Callable[[str], str] = str,
+    layers: Callable[[str], str] = str,  # from the name of a weight of the drafter to that in a network with `layers.N`
     **where: Any,
 ) -> Any:
-    """Return a drafter of ours with the weights of a published head, for a target that it fits.
-
-    Args:
-        read: what its config.json says, as `read_published` or `read_original` read it.
-        layers: from the name of a weight of the drafter to that in a network with `layers.N`.
-    """
+    """Return a drafter of ours with the weights of a published head, for a target that it fits."""
     if target is None:
         found = original_format(content) or eagle3_format(content) or JOINED
         raise ValueError(

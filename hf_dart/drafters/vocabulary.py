@@ -40,20 +40,15 @@ class LMHeadRows:
         weight: Any = lm_head.weight
         if not has_rows(lm_head):
             return where_it_runs(lm_head, hidden)[..., vocabulary]
-        if self._rows is not None and torch.compiler.is_compiling():  # as in `BigramSelector.lookup`
-            return self._scores(hidden)
-        key = state_of(weight)
-        if self._rows is None or self._rows[0] != key or self._rows[1] is not vocabulary:
+        known = self._rows
+        traced = known is not None and torch.compiler.is_compiling()  # as in `BigramSelector.lookup`
+        if not traced and (known is None or known[0] != state_of(weight) or known[1] is not vocabulary):
             with torch.inference_mode(False):  # tensors made in inference mode could not be trained through later
                 rows = vocabulary.to(weight.device)
                 bias = None if lm_head.bias is None else lm_head.bias.detach()[rows]
-                self._rows = (key, vocabulary, weight.detach()[rows], bias)
-        return self._scores(hidden)
-
-    def _scores(self, hidden: Tensor) -> Tensor:
-        assert self._rows is not None
-        weight, bias = self._rows[2:]
-        return F.linear(hidden.to(weight.device), weight, bias).to(hidden.device)
+                self._rows = known = (state_of(weight), vocabulary, weight.detach()[rows], bias)
+        assert known is not None
+        return F.linear(hidden.to(weight.device), known[2], known[3]).to(hidden.device)
 
 
 def unused_token(tokenizer: Any, vocab_size: int) -> int:

@@ -18,7 +18,7 @@ from hf_dart.drafters.base import Proposal, Verified, pair_scores
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
 from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Editor, Entries
-from hf_dart.drafters.layers import memory, rotation_at
+from hf_dart.drafters.layers import memory
 from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.vocabulary import checked, unused_token
@@ -192,15 +192,12 @@ class DartHead(DartModel):
         return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))
 
     def _run(self, state: SlotCache, entries: Entries, counts: Tensor) -> Tensor:
-        """Q entries per row after the cached ones, each seeing the entries up to itself; [B, Q, H].
-
-        The first `counts` [B] entries of a row are real, the next ones the slots of its block.
-        """
+        """Run Q entries per row after the cached ones, of which `counts` [B] are real and the next ones its slots."""
         x, residual = entries
         # A slot may attend to all of its block, also after the last one that is run.
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
         positions, slots, end = state.following(x.shape[1], block)
-        rotation = rotation_at(positions, self.config, self.dtype)
+        rotation = self.rotation(positions)
         masks = self._masks(state.lengths + counts, positions, end)
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(end))
@@ -208,10 +205,7 @@ class DartHead(DartModel):
         return self.final(x)
 
     def _masks(self, block: Tensor, positions: Tensor, end: int) -> list[Tensor]:
-        """Return the masks [B, 1, Q, end] of the entries at `positions` [B, Q], one per layer or one for all.
-
-        Slots from `block` [B] on are mask slots, which attend to each other in both directions in bidirectional heads.
-        """
+        """Masks [B, 1, Q, end] of entries, one per layer or one for all; those from `block` [B] on are mask slots."""
         keys_at = torch.arange(end, device=positions.device)
         mask = keys_at <= positions[..., None]
         before = keys_at < block[:, None, None]

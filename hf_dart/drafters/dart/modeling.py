@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm, rotation_at
+from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.devices import device_of, state_of
 
@@ -183,7 +183,7 @@ class DartModel(TrainedDrafter):
         batch, real = features.shape[:2]
         slots = self.slot_inputs(batch, positions.shape[1] - real)
         x, residual = self.inputs(features, next_embeddings).followed_by(slots)
-        rotation = rotation_at(positions, self.config, self.dtype)
+        rotation = self.rotation(positions)
         known: list[tuple[Tensor, Tensor]] = []  # keys and values of real positions, in the order of their use
 
         def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ class DartModel(TrainedDrafter):
             return first
         assert self.editor is not None
         x, residual = self.edit_inputs(edits.draft(first), first[:, real:])
-        places, left = rotation_at(positions[:, real:], self.config, self.dtype), iter(known)
+        places, left = self.rotation(positions[:, real:]), iter(known)
 
         def recall(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
             known_key, known_value = next(left)

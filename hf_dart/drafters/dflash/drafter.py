@@ -11,13 +11,14 @@ The layers are Qwen3's, as in both published formats (`dflash.configuration`); n
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Proposal, Score, Verified, pair_scores
@@ -25,13 +26,14 @@ from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.beams import BeamProposal, draft_beam
 from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.dflash.modeling import SELECTORS, DFlashLayer, PathSelector
-from hf_dart.drafters.layers import memory, rotation_by
+from hf_dart.drafters.layers import memory, rotation_at
 from hf_dart.drafters.published import note_origin
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import weight_files
+from hf_dart.interop.decoder_layers import scaled_rotation
 from hf_dart.interop.dflash import dflash_format, read_dflash
 from hf_dart.interop.weights import read_weights, renamed, vocabulary_maps
 from hf_dart.models.features import layer_count
@@ -73,10 +75,8 @@ class DFlashDrafter(TrainedDrafter):
         if given.selector is not None:
             kind, *more = given.selector
             self.selector = SELECTORS[kind](shape.hidden_size, given.vocab_size, scored or given.vocab_size, *more)
-        # No buffer: a change of dtype must not round them.
-        with torch.device("cpu"):
-            rotary = Qwen3RotaryEmbedding(shape)
-        self._frequencies, self._rotation_scale = torch.cat([rotary.inv_freq] * 2), rotary.attention_scaling
+        rotation = scaled_rotation(shape.rope_parameters, shape.head_dim, shape.max_position_embeddings)
+        self._rope = SimpleNamespace(head_dim=shape.head_dim, rope_theta=config.rope_theta, **rotation)
         self.post_init()
 
     @classmethod
@@ -142,9 +142,7 @@ class DFlashDrafter(TrainedDrafter):
         return list(self.shape.feature_layers)  # in the order in which they are fused
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
-        frequencies = self._frequencies.to(positions.device)
-        return rotation_by(frequencies, self._rotation_scale, positions, self.fc.weight.dtype)
+        return rotation_at(positions, self._rope, self.dtype)
 
     # ---- the pass -----------------------------------------------------------------------------------
 

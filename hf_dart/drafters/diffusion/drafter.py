@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Proposal, Verified
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
-from hf_dart.drafters.layers import DartLayer, memory, rotation_at, take
+from hf_dart.drafters.layers import DartLayer, memory, take
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub import card_texts
@@ -144,7 +144,7 @@ class DiffusionDrafter(TrainedDrafter):
         """
         text = features.shape[1]
         x = torch.cat([self.embed_text(tokens[:, :text], features), self.embed(tokens[:, text:])], dim=1)
-        rotation = rotation_at(positions, self.config, self.dtype)
+        rotation = self.rotation(positions)
         *before, last = self.layers
         for layer in before:
             x = layer(x, x, rotation, attention_mask, None)
@@ -241,7 +241,7 @@ class DiffusionDrafter(TrainedDrafter):
             queries_inside = (positions >= start) & (positions < start + block)
             keys_inside = (keys_at >= start) & (keys_at < start + block)
             mask = mask | (queries_inside[:, :, None] & keys_inside[:, None])
-        rotation = rotation_at(positions, self.config, self.dtype)
+        rotation = self.rotation(positions)
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(first, end))
             asked = wanted if index == len(self.layers) - 1 else None
