@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from support.attacks import damaged, seeds, survives
 from support.memory import traced_peak
+from support.ngrams import by_hand
 from support.sentences import refused
-from support.tries import Trie
+from support.tries import file_of, node, reduced, searched, trie_file
 from support.users import letters
 
 from hf_dart.interop import trie as reader
@@ -29,13 +30,6 @@ def documents(seed: int, count: int = 30, vocabulary: int = VOCABULARY) -> list[
     return [[int(vocabulary * random.random() ** 2) for _ in range(random.randrange(0, 15))] for _ in range(count)]
 
 
-def filled(order: int, seed: int) -> Trie:
-    trie = Trie(order)
-    for document in documents(seed):
-        trie.add(document)
-    return trie
-
-
 def same(left: NgramTable, right: NgramTable) -> None:
     assert (left.spec, left.tokens) == (right.spec, right.tokens)
     pairs = [(left.unigrams, right.unigrams), *zip(left.keys, right.keys, strict=True)]
@@ -48,10 +42,10 @@ def test_a_trie_is_the_table_of_its_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: int, chunk: int
 ) -> None:
     monkeypatch.setattr(reader, "_CHUNK", chunk)
-    trie = filled(order, seed=order)
+    counts = by_hand(documents(order), order)
     table = build(documents(order), tmp_path / "built", order=order, vocab_size=VOCABULARY)
-    for name, content in (("one", trie.saved()), ("other", trie.shuffled(Random(1)).saved())):
-        (tmp_path / name).write_bytes(content)
+    for name, random in (("one", None), ("other", Random(1))):
+        (tmp_path / name).write_bytes(trie_file(order, counts, random))
         read = read_trie(tmp_path / name, tmp_path / "table", vocab_size=VOCABULARY)
         same(read, table)
         NgramTable.load(tmp_path / "table")  # with all checks
@@ -62,31 +56,30 @@ def test_a_trie_is_the_table_of_its_corpus(
 def test_reduced_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threshold: int) -> None:
     """Their root counts less than nothing, and some of their n-grams were never seen on their own."""
     monkeypatch.setattr(reader, "_CHUNK", 10)
-    trie, (first, middle, last) = filled(3, seed=1), range(VOCABULARY, VOCABULARY + 3)
-    for other in range(threshold):
-        trie.add([first, middle, last, other])
-    trie = trie.reduced(threshold)
-    counts = trie.nodes[trie.nodes[0]["children"][middle]]["count"], trie.probability([first, middle], last)
-    assert counts == (0, 1.0), "a token may be reduced to nothing, and a context that ends with it not"
-    assert trie.nodes[0]["count"] < 0
-    (tmp_path / "reduced").write_bytes(trie.saved())
+    first, middle, last = range(VOCABULARY, VOCABULARY + 3)
+    texts = documents(1) + [[first, middle, last, other] for other in range(threshold)]
+    counts = reduced(by_hand(texts, 3), threshold)
+    found = counts[middle,], searched(counts, 3, [first, middle], last)
+    assert found == (0, 1.0), "a token may be reduced to nothing, and a context that ends with it not"
+    assert counts[()] < 0
+    (tmp_path / "reduced").write_bytes(trie_file(3, counts))
     vocabulary = VOCABULARY + 3
     table = read_trie(tmp_path / "reduced", tmp_path / "table", vocab_size=vocabulary)
     NgramTable.load(tmp_path / "table")
     # What its search finds is found here, also where a context's own end was never seen without it.
     every = [[first, last] for first in range(-1, vocabulary) for last in range(vocabulary)]
     tokens = np.arange(vocabulary)
-    wanted = [[trie.probability([one for one in context if one >= 0], token) for token in tokens] for context in every]
+    known = [[token for token in context if token >= 0] for context in every]
+    wanted = [[searched(counts, 3, context, token) for token in range(vocabulary)] for context in known]
     assert table.probabilities(np.array(every), tokens).tolist() == wanted
     assert table.probabilities(np.array(every), np.tile(tokens, (len(every), 1))).tolist() == wanted
 
 
 def test_the_largest_vocabulary_of_its_order(tmp_path: Path) -> None:
     """Three times 21 bits leave none to spare; and of the smallest file."""
-    (tmp_path / "empty").write_bytes(Trie(3).saved())
+    (tmp_path / "empty").write_bytes(trie_file(3, {}))
     assert read_trie(tmp_path / "empty", tmp_path / "table", vocab_size=VOCABULARY).sizes == [0, 0, 0]
-    trie = Trie(3).add([2**21 - 1] * 5 + [0, 2**21 - 1])
-    (tmp_path / "trie").write_bytes(trie.saved())
+    (tmp_path / "trie").write_bytes(trie_file(3, by_hand([[2**21 - 1] * 5 + [0, 2**21 - 1]], 3)))
     table = read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=2**21)
     last = 2**21 - 1
     assert table.probabilities(np.array([[last, last]]), np.array([last, 0])).tolist() == [[0.75, 0.25]]
@@ -98,12 +91,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
 
     def peaks(count: int) -> list[int]:
         """Nodes of a trie of ``count`` documents, and the bytes that reading it takes at most."""
-        trie = Trie(3)
-        for document in documents(0, count, vocabulary=200):
-            trie.add(document)
-        (tmp_path / "trie").write_bytes(trie.saved())
+        counts = by_hand(documents(0, count, vocabulary=200), 3)
+        (tmp_path / "trie").write_bytes(trie_file(3, counts))
         reading = traced_peak(lambda: read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=200))
-        return [len(trie.nodes), reading]
+        return [len(counts), reading]
 
     few, many = peaks(100), peaks(800)
     assert many[0] > 5 * few[0]
@@ -111,15 +102,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
 
 
 # ---- damage ------------------------------------------------------------------------------------------------
-
-
-def node(token: int, parent: int, count: int, *children: tuple[int, int]) -> bytes:
-    head = struct.pack("<iQiQ", token, parent, count, len(children))
-    return head + b"".join(struct.pack("<iQ", *child) for child in children)
-
-
-def file_of(order: int, *nodes: bytes) -> bytes:
-    return struct.pack("<QQ", order, len(nodes)) + b"".join(nodes)
 
 
 WRONG: dict[str, tuple[bytes, str]] = {
@@ -161,7 +143,7 @@ def test_what_a_table_needs(tmp_path: Path) -> None:
     """A file, a folder, and a vocabulary, which the tokenizer says; its hash is kept."""
     trie, table = tmp_path / "trie", tmp_path / "table"
     refused(lambda: read_trie(trie, table, vocab_size=4), ValueError, "no file")
-    trie.write_bytes(filled(2, seed=0).saved())
+    trie.write_bytes(trie_file(2, by_hand(documents(0), 2)))
     refused(lambda: read_trie(trie, table), ValueError, "vocabulary")
     refused(lambda: read_trie(trie, tmp_path / "nowhere" / "table", vocab_size=4), ValueError, "no folder")
     refused(lambda: read_trie(trie, table, tokenizer=letters("abc")), ValueError, "tokenizer")
@@ -172,7 +154,7 @@ def test_what_a_table_needs(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", seeds(40, 1500))
 def test_tries_under_attack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: range) -> None:
     monkeypatch.setattr(reader, "_CHUNK", 50)
-    content = filled(3, seed=2).reduced(3).saved()
+    content = trie_file(3, reduced(by_hand(documents(2), 3), 3))
     for seed in part:
         (tmp_path / "trie").write_bytes(damaged(content, seed))
 

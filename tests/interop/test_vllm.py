@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from support.eagle3 import forward
 from support.guests import dflash_checkpoint
 from support.heads import draft_after, features_of, peagle_head, shaken
-from support.ngrams import unpacked
+from support.ngrams import by_hand, unpacked
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
-from support.tries import Trie
+from support.tries import trie_file
 from support.users import letters
 from torch import Tensor
 
@@ -178,8 +178,7 @@ def test_adapters_are_merged(saved: Path, tmp_path: Path) -> None:
 
 
 def test_tries(tmp_path: Path) -> None:
-    trie = Trie(3).add([5, 6, 7, 5, 6, 8]).add([5, 6])
-    (tmp_path / "a.trie").write_bytes(trie.saved())
+    (tmp_path / "a.trie").write_bytes(trie_file(3, by_hand([[5, 6, 7, 5, 6, 8], [5, 6]], 3)))
     assert converted(tmp_path / "a.trie", tmp_path / "a.ngram", "--to", "ngram") == 0
     table = NgramTable.load(tmp_path / "a.ngram")
     assert unpacked(table)[5, 6] == 3
