@@ -33,10 +33,10 @@ def adapter(folder: Path, target: Any) -> None:
     head.save_pretrained(folder)
 
 
-def eagle3(style: str, first: str, pickled: bool = False) -> Callable[[Path, Any], Any]:
+def eagle3(style: str, pickled: bool = False) -> Callable[[Path, Any], Any]:
     def write(folder: Path, target: Any) -> None:
         config = eagle3_config(target, style, draft_vocab_size=20)
-        save(folder, config, eagle3_tensors(config, first=first), pickled=pickled)
+        save(folder, config, eagle3_tensors(config), pickled=pickled)
 
     return write
 
@@ -46,10 +46,10 @@ FORMATS: dict[str, Callable[[Path, Any], Any]] = {
     "eagle": saved(tiny_eagle_drafter),
     "diffusion": saved(tiny_diffusion_drafter),
     "adapter": adapter,
-    "EAGLE-3, original": eagle3(ORIGINAL, "midlayer"),
-    "EAGLE-3, pickled": eagle3(ORIGINAL, "midlayer", pickled=True),
-    "EAGLE-3, ModelOpt": eagle3(MODELOPT, "layers.0"),
-    "EAGLE-3, speculators": eagle3(SPECULATORS, "layers.0"),
+    "EAGLE-3, original": eagle3(ORIGINAL),
+    "EAGLE-3, pickled": eagle3(ORIGINAL, pickled=True),
+    "EAGLE-3, ModelOpt": eagle3(MODELOPT),
+    "EAGLE-3, speculators": eagle3(SPECULATORS),
     **{name: lambda folder, target, name=name: variant(folder, target, name) for name in
        ("EAGLE-1", "EAGLE-2, Qwen2's", "peagle, 0.9's defaults")},
     **{name: lambda folder, target, name=name: relative(folder, target, name) for name in

@@ -169,6 +169,10 @@ def test_weights_named_by_an_index(target: Any, tmp_path: Path, kind: str, name:
     index["weight_map"] = dict.fromkeys(weights, "part.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     load_drafter(str(folder), target=target)
+    save_file({"norm.weight": weights["norm.weight"]}, folder / "other.safetensors")
+    index["weight_map"]["norm.weight"] = "other.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused_quickly(lambda: load_drafter(str(folder), target=target), "hold norm.weight twice")
 
 
 FOREIGN: dict[str, Any] = {

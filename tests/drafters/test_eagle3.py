@@ -133,13 +133,10 @@ def test_the_targets_own_table_is_not_kept(target: Any, tmp_path: Path) -> None:
 # ---- files that are damaged, hostile, of another kind or for another target -----------------------------------
 
 
-FIRST = {ORIGINAL: "midlayer", MODELOPT: "layers.0", SPECULATORS: "layers.0", "peagle": "layers.0"}
-
-
 def checkpoint(folder: Path, target: Any, style: str = ORIGINAL, pickled: bool = False, **changes: Any) -> Path:
     """With the weights of the unchanged config."""
-    form, own, _ = PEAGLE.get(style, (style, {}, {}))
-    tensors = eagle3_tensors(eagle3_config(target, form, **own), first=FIRST[style])
+    form, own = PEAGLE.get(style, (style, {}))
+    tensors = eagle3_tensors(eagle3_config(target, form, **own))
     save(folder, eagle3_config(target, form, **{**own, **changes}), tensors, pickled=pickled)
     return folder
 
@@ -288,7 +285,7 @@ def test_it_needs_a_target(target: Any, tmp_path: Path) -> None:
 
 def test_two_names_of_a_norm(target: Any, tmp_path: Path) -> None:
     config = eagle3_config(target, SPECULATORS, num_hidden_layers=2)
-    tensors = eagle3_tensors(config, first="layers.0")
+    tensors = eagle3_tensors(config)
     tensors["layers.1.hidden_norm.weight"] = tensors.pop("layers.1.input_layernorm.weight")
     save(tmp_path, config, tensors)
     assert len(load(tmp_path, target).deeper) == 1

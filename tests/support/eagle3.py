@@ -67,13 +67,16 @@ def layer_of(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def eagle3_tensors(
-    config: dict[str, Any], *, first: str = "midlayer", own_embeddings: bool = False, taps: int = 3, seed: int = 0
+    config: dict[str, Any], *, first: str = "", own_embeddings: bool = False, taps: int = 0, seed: int = 0
 ) -> dict[str, Tensor]:
     """Random weights, in float64, with a draft vocabulary of some of the tokens if it is not whole.
 
-    `first` is what the tensors of the first layer are called, and `taps` how many of the target's layers are fused.
+    `first` is what the tensors of the first layer are called, and `taps` how many of the target's layers are fused, if
+    that is other than its format's.
     """
     layer = layer_of(config)
+    first = first or ("layers.0" if {"eagle_config", "speculators_model_type"} & config.keys() else "midlayer")
+    taps = taps or len(config.get("target_layer_ids", config.get("eagle_aux_hidden_state_layer_ids", range(3))))
     generator = torch.Generator().manual_seed(seed)
     hidden = layer["hidden_size"]
     fused = taps * (feature := config.get("target_hidden_size") or hidden)
@@ -121,68 +124,53 @@ _PEAGLE = {
     "speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 47,
     "speculators_config__algorithm": "peagle",
 }  # fmt: skip
-PEAGLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "peagle": (SPECULATORS, _PEAGLE, {"first": "layers.0"}),
+PEAGLE: dict[str, tuple[Any, ...]] = {
+    "peagle": (SPECULATORS, _PEAGLE),
     "peagle, 0.9's defaults": (
         SPECULATORS,
         {**_PEAGLE, "norm_before_residual": True, "draft_vocab_size": 20, "model_type": "qwen3",
          "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 6,
          "use_sliding_window": True},
-        {"first": "layers.0", "own_embeddings": True},
+        {"own_embeddings": True},
     ),
-    "peagle, taps out of order": (
-        SPECULATORS,
-        {**_PEAGLE, "eagle_aux_hidden_state_layer_ids": [3, 1],
-         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
-        {"first": "layers.0", "taps": 2},
-    ),
-    "peagle, one norm": (
-        SPECULATORS,
-        {**_PEAGLE, "norm_before_fc": True, "norm_output": True, "rope_parameters": {**YARN, "rope_theta": 1e4}},
-        {"first": "layers.0"},
-    ),
+    "peagle, taps out of order": (SPECULATORS, {
+        **_PEAGLE, "eagle_aux_hidden_state_layer_ids": [3, 1],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
+    "peagle, one norm": (SPECULATORS, {
+        **_PEAGLE, "norm_before_fc": True, "norm_output": True, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
     "peagle, a norm for each layer": (
-        SPECULATORS, {**_PEAGLE, "fc_norm": True, "attention_bias": True, "mlp_bias": True}, {"first": "layers.0"}
-    ),
+        SPECULATORS, {**_PEAGLE, "fc_norm": True, "attention_bias": True, "mlp_bias": True}),
 }  # fmt: skip
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "original": (ORIGINAL, {}, {}),
+VARIANTS: dict[str, tuple[Any, ...]] = {
+    "original": (ORIGINAL, {}),
     "original, layers.0": (ORIGINAL, {"rope_theta": 500000.0}, {"first": "layers.0"}),
-    "original, draft vocabulary": (ORIGINAL, {"draft_vocab_size": 20}, {}),
-    "original, linear": (ORIGINAL, {"rope_scaling": {"type": "linear", "factor": 4.0}}, {}),
-    "original, llama3": (ORIGINAL, {"rope_scaling": LLAMA3, "rope_theta": 1e4}, {}),
-    "original, yarn": (ORIGINAL, {"rope_scaling": YARN}, {}),
-    "original, head_dim from the shapes": (ORIGINAL, {}, {}),
+    "original, draft vocabulary": (ORIGINAL, {"draft_vocab_size": 20}),
+    "original, linear": (ORIGINAL, {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "original, llama3": (ORIGINAL, {"rope_scaling": LLAMA3, "rope_theta": 1e4}),
+    "original, yarn": (ORIGINAL, {"rope_scaling": YARN}),
+    "original, head_dim from the shapes": (ORIGINAL, {}),
     "original, a table of its own": (ORIGINAL, {}, {"own_embeddings": True}),
     "original, DeepSeek's": (
         ORIGINAL,
         {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [0, 1, 3, 4, 6],
          "num_target_layers": 8, "ttt_length": 7, "step_loss_decay": 0.8, "draft_num_hidden_layers": 1,
          "draft_vocab_size": None},
-        {"first": "layers.0", "taps": 5, "own_embeddings": True},
+        {"first": "layers.0", "own_embeddings": True},
     ),
-    "modelopt": (MODELOPT, {}, {"first": "layers.0"}),
-    "modelopt, joint norm and bias": (MODELOPT, {"norm_before_fc": True, "bias": True}, {"first": "layers.0"}),
-    "speculators": (SPECULATORS, {}, {"first": "layers.0"}),
-    "speculators, normed residual": (SPECULATORS, {"norm_before_residual": True}, {"first": "layers.0"}),
-    "speculators, 0.9's defaults": (
-        SPECULATORS,
-        {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "draft_vocab_size": 20,
-         "model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True},
-        {"first": "layers.0"},
-    ),
-    "speculators, a norm for each layer": (SPECULATORS, {"fc_norm": True, "norm_output": True}, {"first": "layers.0"}),
-    "speculators, biases": (SPECULATORS, {"attention_bias": True, "mlp_bias": True}, {"first": "layers.0"}),
-    "speculators, three layers": (
-        SPECULATORS,
-        {"num_hidden_layers": 3, "model_type": "qwen3", "sliding_window": 4, "use_sliding_window": True,
-         "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
-        {"first": "layers.0"},
-    ),
-    "speculators, four taps": (
-        SPECULATORS, {"eagle_aux_hidden_state_layer_ids": [3, 1, 2, 0]}, {"first": "layers.0", "taps": 4}
-    ),
-    "speculators, own table": (SPECULATORS, {}, {"first": "layers.0", "own_embeddings": True}),
+    "modelopt": (MODELOPT, {}),
+    "modelopt, joint norm and bias": (MODELOPT, {"norm_before_fc": True, "bias": True}),
+    "speculators": (SPECULATORS, {}),
+    "speculators, normed residual": (SPECULATORS, {"norm_before_residual": True}),
+    "speculators, 0.9's defaults": (SPECULATORS, {
+        "norm_before_residual": True, "norm_before_fc": True, "norm_output": True, "draft_vocab_size": 20,
+        "model_type": "qwen3", "layer_types": ["sliding_attention"], "sliding_window": 5, "use_sliding_window": True}),
+    "speculators, a norm for each layer": (SPECULATORS, {"fc_norm": True, "norm_output": True}),
+    "speculators, biases": (SPECULATORS, {"attention_bias": True, "mlp_bias": True}),
+    "speculators, three layers": (SPECULATORS, {
+        "num_hidden_layers": 3, "model_type": "qwen3", "sliding_window": 4, "use_sliding_window": True,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"]}),
+    "speculators, four taps": (SPECULATORS, {"eagle_aux_hidden_state_layer_ids": [3, 1, 2, 0]}),
+    "speculators, own table": (SPECULATORS, {}, {"own_embeddings": True}),
 }  # fmt: skip
 """Everything that is published, and differs in the pass: format, changes of the config, and of the tensors."""
 JOINED: dict[str, dict[str, Any]] = {
@@ -199,9 +187,9 @@ def variant(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.flo
         config = eagle3_config(target, draft_vocab_size=None, **JOINED[name])
         tensors = joined_tensors(config, target)
     else:
-        style, changes, options = {**VARIANTS, **PEAGLE}[name]
+        style, changes, *options = {**VARIANTS, **PEAGLE}[name]
         config = eagle3_config(target, style, **changes)
-        tensors = eagle3_tensors(config, **options)
+        tensors = eagle3_tensors(config, **dict(*options))
     made = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     if name == "original, head_dim from the shapes":
         config["head_dim"] = 16
