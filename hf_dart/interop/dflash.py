@@ -222,24 +222,16 @@ def _block(kind: str, fields: Fields, backbone: Qwen3Config, vocab_size: int) ->
 def _feature_layers(fields: Fields, backbone: Qwen3Config, target_layers: int | None) -> tuple[int, ...]:
     """Return the layers of the target that are read; files count their outputs from 0, `hidden_states` from 1."""
     if "target_layer_ids" in fields or target_layers is None:
-        ids = fields.integers("target_layer_ids", 0, (target_layers or MANY) - 1)
-    else:
-        ids = _default_taps(target_layers, backbone.num_hidden_layers)
-    return tuple(layer + 1 for layer in ids)
-
-
-def _default_taps(target_layers: int, layers: int) -> tuple[int, ...]:
-    """Return the outputs that z-lab's drafters read where they do not say: from layer 1 to L - 3, evenly."""
-    if layers == 1:
-        return (target_layers // 2,)
-    span = target_layers - 4
-    ids = tuple(round(1 + index * span / (layers - 1)) for index in range(layers))
+        return tuple(layer + 1 for layer in fields.integers("target_layer_ids", 0, (target_layers or MANY) - 1))
+    # Where z-lab's drafters do not say it: from layer 1 to L - 3, evenly.
+    layers, span = backbone.num_hidden_layers, target_layers - 4
+    ids = [round(1 + index * span / (layers - 1)) for index in range(layers)] if layers > 1 else [target_layers // 2]
     if len(set(ids)) < layers or min(ids) < 0:
         raise ValueError(
             f"The config.json of this {_KIND} lacks target_layer_ids, and {layers} different layers of {target_layers} "
             "cannot be chosen as its code does; give the drafter that was published for this target."
         )
-    return ids
+    return tuple(layer + 1 for layer in ids)
 
 
 def _backbone(fields: Fields) -> Qwen3Config:

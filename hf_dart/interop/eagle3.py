@@ -166,7 +166,12 @@ def read_published(
         "norm_before_residual": fields.flag("norm_before_residual", False),
         "norm_output": fields.flag("norm_output", False),
     }
-    described |= _biases(layer, first, stored, path) | _rotation(layer, described["head_dim"])
+    # "dynamic" scales beyond the text it was trained on alone; "mrope" has three positions, all alike in plain text.
+    rotation = read_rope(layer, theta=10000.0, as_default=("dynamic", "mrope"))
+    longest = layer.integer("max_position_embeddings", 1, MANY, 2048)
+    if rotation["rope_type"] != "default":
+        described |= scaled_rotation(rotation, described["head_dim"], longest)
+    described |= {"rope_theta": rotation["rope_theta"], **_biases(layer, first, stored, path)}
     windows = read_windows(layer, described["num_layers"])
     described["draft_window"] = layer.given("max_position_embeddings")  # beyond which it was not trained
     described["windows"] = [window or 0 for window in windows] if any(windows) else []
@@ -199,14 +204,6 @@ def _biases(layer: Fields, first: str, stored: Collection[str], path: str) -> di
     for name in ("qkv_bias", "bias"):
         layer.given(name)
     return {**found, "fusion_bias": "fc.bias" in stored}
-
-
-def _rotation(layer: Fields, head_dim: int) -> dict[str, Any]:
-    # "dynamic" scales beyond the text it was trained on alone; "mrope" has three positions, all alike in plain text.
-    rotation = read_rope(layer, theta=10000.0, as_default=("dynamic", "mrope"))
-    longest = layer.integer("max_position_embeddings", 1, MANY, 2048)
-    scaled = {} if rotation["rope_type"] == "default" else scaled_rotation(rotation, head_dim, longest)
-    return {"rope_theta": rotation["rope_theta"], **scaled}
 
 
 def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3")) -> Fields:
