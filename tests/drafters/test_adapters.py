@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from support import tiny_training
+from support.cases import GREEDY, SAMPLED
 from support.compare import assert_identical, tally
 from support.heads import drafts, shaken
 from support.hub import Hub
@@ -27,8 +28,6 @@ from hf_dart.training.lora import LoraArguments, apply_lora
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
 
 EXACT = tally("float64, heads with adapters", least=1.05)
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 
 
 @pytest.fixture(scope="module")

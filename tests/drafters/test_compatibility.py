@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import GREEDY
 from support.compare import assert_identical
 from support.sentences import refused
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
@@ -18,8 +19,6 @@ from transformers import AutoModelForCausalLM
 from hf_dart import DartHead
 from hf_dart.drafters import compatibility
 from hf_dart.models.tokenizers import vocabulary_hash
-
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
 
 def test_tokenizers_are_compared(target: Any, tmp_path: Path) -> None:

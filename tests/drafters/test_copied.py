@@ -10,6 +10,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors import safe_open
+from support.cases import GREEDY, SAMPLED
 from support.compare import assert_identical, tally
 from support.heads import drafts, in_one_pass, shaken
 from support.sentences import refused
@@ -18,8 +19,6 @@ from support.tiny import prompts, tiny_head, tiny_target
 from hf_dart import DartHead
 
 EXACT = tally("float64, heads of copied layers")
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 
 
 SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

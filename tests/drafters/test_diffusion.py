@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import GREEDY
 from support.compare import assert_identical
 from support.heads import histories, one_pass
 from support.sentences import refused
@@ -19,8 +20,6 @@ from hf_dart import DiffusionDrafter
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.diffusion.drafter import MASK
 
-GREEDY = {"do_sample": False, "max_new_tokens": 16}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 KINDS: dict[str, dict[str, Any]] = {
     "shared": {},

@@ -12,8 +12,8 @@ from support.assistants import gemma4_drafter, gemma4_target
 from support.checkpoints import save
 from support.eagle3 import eagle3_config, eagle3_tensors
 from support.guests import dflash_drafter
+from support.heads import text
 from support.tiny import VOCABULARY, nearly, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
-from torch import Tensor
 
 from hf_dart import DartHead, EagleDrafter, LanguageModelDrafter, attach
 from hf_dart.cache.slot_cache import SlotCache
@@ -22,6 +22,7 @@ from hf_dart.drafters.base import Verified
 WINDOW, SINK = 24, 3
 LENGTHS = [61, 20, 40]  # of rows: their windows are full at different times, or never
 LAST = 4  # positions that come with the draft
+ENDS = [length + LAST for length in LENGTHS]
 # Of one layer, or of keys that no layer comes before: an entry does not depend on those that it attended to.
 ALONE: dict[str, Callable[[Path], Any]] = {
     "head": lambda _: tiny_head(tiny_target("llama")),
@@ -36,16 +37,9 @@ DEEP: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def text(drafter: Any) -> tuple[Tensor, Tensor]:
-    """Features and tokens of rows, the shorter ones with nonsense after their end."""
-    generator, shape = torch.Generator().manual_seed(1), (len(LENGTHS), max(LENGTHS) + LAST)
-    features = torch.randn(*shape, 32 * len(drafter.feature_layers), generator=generator, dtype=torch.float64)
-    return features, torch.randint(VOCABULARY, shape, generator=generator)
-
-
 def drafted(drafter: Any, rows: list[list[int]]) -> tuple[Any, SlotCache]:
     """A draft after these positions of each row, the last ones of which come with it, and the drafter's state."""
-    features, tokens = text(drafter)
+    features, tokens, _ = text(drafter, ENDS, 1)
     counts, width = torch.tensor([len(row) for row in rows]), max(map(len, rows))
     at = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
     places = torch.arange(len(rows))[:, None]
@@ -85,7 +79,7 @@ def test_no_more_is_attended_to_and_no_later_position_is_used(
     """Half a window at least, however the text comes; what is kept does not grow with it."""
     drafter = {**ALONE, **DEEP}[name](tmp_path)
     drafter.draft_window, drafter.draft_sink = WINDOW, SINK
-    features, tokens = text(drafter)
+    features, tokens, _ = text(drafter, ENDS, 1)
     state = drafter.begin(1, 500)
     capacity = state.store.capacity
     highest, ends = [], []

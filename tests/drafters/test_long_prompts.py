@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.assistants import gemma4_drafter, gemma4_target
 from support.guests import dflash_drafter
+from support.heads import text
 from support.modules import with_module
 from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dart import LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.drafters import base
-from hf_dart.drafters.base import Verified
 
 PARTS = 8  # entries of one
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
@@ -52,14 +52,6 @@ class Largest(TorchDispatchMode):
             if isinstance(one, Tensor):
                 self.elements = max(self.elements, one.numel())
         return made
-
-
-def text(drafter: Any, counts: list[int], seed: int) -> Verified:
-    """Random positions of rows, and nonsense after those of a shorter one."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (len(counts), max(counts))
-    features = torch.randn(*shape, 32 * len(drafter.feature_layers), generator=generator, dtype=torch.float64)
-    return Verified(features, torch.randint(VOCABULARY, shape, generator=generator), torch.tensor(counts))
 
 
 @torch.no_grad()

@@ -36,6 +36,14 @@ def drafts(head: DartHead) -> torch.Tensor:
         return head.propose(head.begin(1, 8), features, tokens, torch.tensor([6])).logits[0]
 
 
+def text(drafter: Any, counts: list[int], seed: int) -> Verified:
+    """Random positions of rows, and nonsense after those of a shorter one."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(counts), max(counts))
+    features = torch.randn(*shape, 32 * len(drafter.feature_layers), generator=generator, dtype=torch.float64)
+    return Verified(features, torch.randint(VOCABULARY, shape, generator=generator), torch.tensor(counts))
+
+
 def histories(width: int, batch: int, rounds: int) -> Iterator[tuple[Verified, list[Tensor], list[Tensor]]]:
     """Random positions that rows bring, round by round, with all features [T, F] and tokens [T] of each row so far.
 
