@@ -8,8 +8,6 @@ from typing import Any
 from hf_dart.cli import common
 from hf_dart.errors import UserError, check_text
 
-_PROMPTS, _PROMPT_TOKENS = 8, 96
-
 
 def add(commands: Any) -> None:
     about = "drafted against stock, prompt by prompt: the first differences, in ulp"
@@ -34,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
         prompts *= 2 if len(prompts) == 1 else 1  # the control needs a batch
     else:
         text, files = suites.texts()
-        prompts = suites.cut_prompts(pair.tokenizer, files, _PROMPTS, _PROMPT_TOKENS)
+        prompts = suites.cut_prompts(pair.tokenizer, files, count=8, length=96)
     settings = speed.Settings(len(prompts), max(map(len, prompts)), arguments.new_tokens, seed=arguments.seed)
     content = {
         **report.circumstances(pair, settings, text, ["hf-dart", *arguments.words]),

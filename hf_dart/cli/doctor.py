@@ -23,9 +23,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.bench import doctor
 
     common.set_threads(arguments.threads)
-    options = common.loading_options(arguments)
     given = (arguments.target, arguments.head, arguments.dtype, arguments.device_map, arguments.new_tokens)
-    report = doctor.examine(*given, **options)
+    report = doctor.examine(*given, **common.loading_options(arguments))
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:

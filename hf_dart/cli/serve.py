@@ -68,6 +68,6 @@ def _run(arguments: argparse.Namespace) -> int:
     app = app_of(arguments)
     import uvicorn
 
-    options = {"host": arguments.host, "port": arguments.port, "timeout_graceful_shutdown": arguments.grace}
-    uvicorn.run(app, access_log=False, **options)
+    where = {"host": arguments.host, "port": arguments.port}
+    uvicorn.run(app, **where, access_log=False, timeout_graceful_shutdown=arguments.grace)
     return 0

@@ -168,7 +168,6 @@ class _Message(_Read):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """Return what chat templates read."""
         said = {"role": "system" if self.role == "developer" else self.role, "content": self.content or ""}
         return {name: value for name, value in self.model_dump().items() if value} | said
 

@@ -21,5 +21,4 @@ class Refusal(HTTPException):
         }
 
     def response(self) -> JSONResponse:
-        """Return the answer that tells it."""
         return JSONResponse({"error": self.error}, self.status_code, self.headers)

@@ -76,7 +76,6 @@ class Service:
         return self.limits.seats + self.limits.waiting
 
     def close(self) -> None:
-        """End all calls."""
         self.reader.shutdown(wait=False)
         self.batcher.close(cancel=True)
 

@@ -72,10 +72,7 @@ class Reader:
         return self.calls == self._most
 
     def add(self, text: str, last: bool = False) -> tuple[str, tuple[Call, ...]]:
-        """Take what was written, and return what of it is certain: text, and calls.
-
-        What looks like a call and cannot be read as one is text.
-        """
+        """Return what is certain now that this was written, too: text, and calls; one that cannot be read is text."""
         if self._parser is None:
             return text, ()
         shown, calls, rest = "", list[Call](), iter(text)

@@ -6,7 +6,6 @@ logits, or in log(p / E) when it samples; such cases are counted and printed at 
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from support.compare import assert_identical_up_to_near_ties, tally
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import DartHead
+from hf_dart.bench import suites
 from hf_dart.hub.loading import PACKAGED_TARGET
 
 SMALL, DEEP = PACKAGED_TARGET.parent, Path(__file__).parents[2] / "examples" / "deep_pair"
@@ -43,17 +43,9 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, DartHead, Any]:
 
 @pytest.fixture(scope="module")
 def texts(pair: tuple[Any, DartHead, Any]) -> list[list[int]]:
-    """Eight prompts of different lengths, each from the middle of another source file of pytest."""
-    _, _, tokenizer = pair
-    spec = importlib.util.find_spec("_pytest")
-    assert spec.submodule_search_locations
-    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.py"), key=lambda file: -file.stat().st_size)
-    prompts = []
-    for file, length in zip(files, LENGTHS, strict=False):
-        ids = tokenizer(file.read_text(encoding="utf8"))["input_ids"]
-        prompts.append(ids[len(ids) // 3 :][:length])
-    assert [len(prompt) for prompt in prompts] == LENGTHS
-    return prompts
+    """Eight prompts of different lengths, each of another source file of pytest."""
+    prompts = suites.cut_prompts(pair[2], suites.texts()[1], len(LENGTHS), 225)
+    return [prompt[:length] for prompt, length in zip(prompts, LENGTHS, strict=True)]
 
 
 @pytest.mark.parametrize(("folder", "target", "megabytes"), [(SMALL, "py8m", 24), (DEEP, "py17m", 44)])

@@ -17,6 +17,12 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 SHORT = ("1_quick_start",)
 
 
+def run(file: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, str(FOLDER / "run.py"), str(file)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder)}
+    return subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     "file",
     [pytest.param(file, marks=() if file.stem in SHORT else pytest.mark.matrix, id=file.stem) for file in NOTEBOOKS],
@@ -24,11 +30,7 @@ SHORT = ("1_quick_start",)
 def test_every_cell_shows_what_is_kept(file: Path, tmp_path: Path) -> None:
     if file.stem.endswith("trl"):
         pytest.importorskip("trl")
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / "run.py"), str(file)],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = run(file, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -50,15 +52,11 @@ def test_it_is_a_whole_notebook(file: Path) -> None:
 
 
 def test_another_text_is_noticed(tmp_path: Path) -> None:
-    cell = {"cell_type": "code", "id": "a", "execution_count": 1, "source": ["print(2 + 3)"]}
-    file = tmp_path / "one.ipynb"
+    file, cell = tmp_path / "one.ipynb", {"cell_type": "code", "id": "a", "source": ["print(2 + 3)"]}
     cases = [("5\n", [], True), ("6\n", [], False), ("6\n", ["varies"], True), ("six\n", ["varies"], False)]
     for kept, tags, right in cases:
         outputs = [{"output_type": "stream", "name": "stdout", "text": [kept]}]
-        cells = [{**cell, "outputs": outputs, "metadata": {"tags": tags}}]
+        cells = [{**cell, "execution_count": 1, "outputs": outputs, "metadata": {"tags": tags}}]
         file.write_text(json.dumps({"cells": cells}), encoding="utf8")
-        done = subprocess.run(
-            [sys.executable, str(FOLDER / "run.py"), str(file)],
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        done = run(file, tmp_path)
         assert (done.returncode == 0) == right, done.stderr

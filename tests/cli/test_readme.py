@@ -33,6 +33,8 @@ from hf_dart.trees.ngram.build import build
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+HEADS = ("someone/dart-qwen3-8b", "z-lab/Qwen3-4B-DFlash-b16", "fvliang/qwen8b-dart")
+HEADS += ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
@@ -42,17 +44,12 @@ def blocks(page: Path) -> list[str]:
 
 def run(code: str, names: dict[str, Any], folder: Path) -> None:
     stands_for = {
-        '"Qwen/Qwen3-8B"': repr(str(PACKAGED_TARGET)),
-        '"Qwen/Qwen3-4B"': repr(str(PACKAGED_TARGET)),
-        '"z-lab/Qwen3-4B-DFlash-b16"': repr(str(PACKAGED_HEAD)),
-        '"someone/dart-qwen3-8b"': repr(str(PACKAGED_HEAD)),
-        '"someone/diffusion-qwen3-8b"': repr(str(folder / "diffusion")),
-        '"Qwen/Qwen3-0.6B"': repr(str(folder / "small")),
-        '"yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"': repr(str(PACKAGED_HEAD)),
+        **dict.fromkeys(('"Qwen/Qwen3-8B"', '"Qwen/Qwen3-4B"'), f'"{PACKAGED_TARGET}"'),
+        **dict.fromkeys((f'"{name}"' for name in HEADS), f'"{PACKAGED_HEAD}"'),
+        '"someone/diffusion-qwen3-8b"': f'"{folder}/diffusion"',
+        '"Qwen/Qwen3-0.6B"': f'"{folder}/small"',
         '"runs/': f'"{folder}/',
-        '"all.ngram"': repr(str(folder / "all.ngram")),
-        '"texts.safetensors"': repr(str(folder / "texts.safetensors")),
-        '"answers.jsonl"': repr(str(folder / "answers.jsonl")),
+        **{f'"{name}"': f'"{folder}/{name}"' for name in ("all.ngram", "texts.safetensors", "answers.jsonl")},
         "max_new_tokens=512": "max_new_tokens=24",
         "max_steps=20_000": "max_steps=2, per_device_train_batch_size=1",
         'device_map="auto"': 'dtype="float32"',
@@ -134,9 +131,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_command(line: str, place: Path) -> list[str]:
     """The words of a command, with the packaged pair, and a chat template, in place of what is on the Hub."""
     words = shlex.split(line, comments=True)[1:]
-    heads = ("someone/dart-qwen3-8b", "z-lab/Qwen3-4B-DFlash-b16", "fvliang/qwen8b-dart")
     stands_for = {"Qwen/Qwen3-8B": str(place / "target"), "Qwen/Qwen3-4B": str(place / "target")}
-    stands_for |= dict.fromkeys(heads, str(PACKAGED_HEAD)) | {"someone/prompts": "prompts.jsonl", "FILES": "src/a.py"}
+    stands_for |= dict.fromkeys(HEADS, str(PACKAGED_HEAD)) | {"someone/prompts": "prompts.jsonl", "FILES": "src/a.py"}
     words = [one for word in words for one in (sorted(glob(word)) or [stands_for.get(word, word)])]
     if words[0] in ("generate", "view"):
         words += ["--max-new-tokens", "8", "--dtype", "float32"]

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,26 +11,9 @@ from hf_dart.cli import main
 from hf_dart.hub.loading import PACKAGED_TARGET
 
 openai = pytest.importorskip("openai")
-for _name in ("fastapi", "prometheus_client", "uvicorn"):
-    pytest.importorskip(_name)
+serving = pytest.importorskip("support.serving")  # which needs the packages of a server
 
 LONG = {"prompt": "import os\n", "max_tokens": 120, "temperature": 1, "seed": 1, "logit_bias": {"0": -100}}
-
-
-@contextmanager
-def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and where it answers."""
-    words = [sys.executable, "-m", "hf_dart.cli", "serve", "--port", "0", "--threads", "1", *options]
-    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if found := re.search(r"running on (http://\S+)", line):
-                break
-        yield process, f"{found[1]}/v1"  # type: ignore[index]
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def test_sigterm_lets_what_runs_be_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,7 +21,10 @@ def test_sigterm_lets_what_runs_be_answered(tmp_path: Path, monkeypatch: pytest.
     template = tmp_path / "template.jinja"
     template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     options = ("--target", str(PACKAGED_TARGET), "--chat-template", str(template), "--seats", "1", "--dtype", "float32")
-    with command(*options) as (process, address), openai.OpenAI(base_url=address, api_key="wrong") as client:
+    with (
+        serving.command(*options) as (process, address),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="wrong") as client,
+    ):
         with pytest.raises(openai.AuthenticationError):
             client.models.list()
         client.api_key = "of the environment"

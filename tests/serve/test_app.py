@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from http.client import HTTPResponse
 from typing import Any
-from urllib.parse import urlsplit
 
 import openai
 import pytest
 import torch
 from prometheus_client import generate_latest
 from support.compare import run
-from support.serving import ask, served
+from support.serving import ask, begun, served
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from support.users import TOKENIZER, fail
 from transformers import LogitsProcessorList
@@ -335,18 +333,9 @@ def test_bodies_that_are_too_large(address: str) -> None:
         assert (status, error["message"]) == (413, "The request has more than 20000 bytes; send less.")
 
 
-@contextmanager
-def begun(address: str, body: bytes, length: int = 9000) -> Iterator[socket.socket]:
-    """A connection that has sent so much of the body of a completion."""
-    with socket.create_connection(("127.0.0.1", urlsplit(address).port), timeout=20) as connection:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {length}\r\n"
-        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + body)
-        yield connection
-
-
 def test_bodies_that_do_not_come(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_BODY_SECONDS", 0.1)
-    with begun(address, b"{") as half:
+    with begun(address, {}, length=9000) as half:
         answer = HTTPResponse(half)
         answer.begin()
         message = json.loads(answer.read())["error"]["message"]
@@ -372,7 +361,7 @@ def test_more_requests_than_are_read(other: Service) -> None:
     """Bodies that do not come hold no more memory than so many may."""
     with served(other) as address, ExitStack() as stack:
         for _ in range(32 + other.room):
-            stack.enter_context(begun(address, b"{"))
+            stack.enter_context(begun(address, {}, length=9000))
         wait_for(lambda: ask(address, "/v1/completions", {"prompt": "x"})[0] == 429)
         status, error, headers = refused(address, "completions", {"prompt": "x"})
         assert (status, error["message"], headers["Retry-After"]) == (
@@ -402,8 +391,7 @@ def test_a_client_that_leaves_frees_its_seat_within_a_round(
 
     monkeypatch.setattr(service.batcher, "_round", held)
     body = {"prompt": PROMPT, "temperature": 0, "logit_bias": {"3": -100}, "max_tokens": 190, "stream": stream}
-    content = json.dumps(body).encode()
-    with begun(address, content, len(content)):
+    with begun(address, body):
         assert waits.wait(20)
         (handle,) = (one.handle for one in service.batcher._running)
     wait_for(handle.cancelled)

@@ -359,7 +359,8 @@ def test_weights_are_read_by_requests_that_overlap_no_other(monkeypatch: pytest.
     assert len(read) == 2, "by packed weights, and by beginnings that are shared"
     batcher.schedule[batcher.rounds + 2].append(change)
     batcher.submit(**options)
-    batcher._thread.join()
+    while (thread := batcher._thread) is not None:
+        thread.join()
     last = handles[-1].result(timeout=60)
     assert not torch.equal(last, first)
     assert torch.equal(last, target.generate(**options))

@@ -8,21 +8,16 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from http.client import HTTPException
-from pathlib import Path
 from random import Random
 from typing import Any
-from urllib.parse import urlsplit
 
+import psutil
 import pytest
-from support.serving import ask
+from support.serving import ask, begun, command
 
 ROUTE = "/v1/completions"
 PROMPTS = ["import os\n", "def read(path):\n", "class Table:\n    ", "for name in sorted("]
@@ -43,7 +38,7 @@ class Load:
     """Requests to one server, and what came of them."""
 
     def __init__(self, address: str) -> None:
-        self.address, self.place = address, (urlsplit(address).hostname, urlsplit(address).port)
+        self.address = address
         self.alone = {number: self.text(wanted(number))[1] for number in range(40)}
         self.found: Counter[str] = Counter()
 
@@ -82,25 +77,18 @@ class Load:
     def too_large(self, number: int, random: Random) -> str:
         return str(ask(self.address, ROUTE, iter([b" " * 2**20] * 5))[0])
 
-    def sent(self, body: Any, most: int | None = None) -> socket.socket:
-        content = json.dumps(body).encode()
-        head = f"POST {ROUTE} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
-        connection = socket.create_connection(self.place, timeout=60)
-        connection.sendall(f"{head}\r\n\r\n".encode() + content[:most])
-        return connection
-
     def leaves(self, number: int, random: Random) -> str:
-        with self.sent({**wanted(number), "max_tokens": 1500, "stream": random.random() < 0.5}):
+        with begun(self.address, {**wanted(number), "max_tokens": 1500, "stream": random.random() < 0.5}):
             time.sleep(random.random() / 2)
         return "left"
 
     def half_sent(self, number: int, random: Random) -> str:
-        with self.sent(wanted(number), 20):
+        with begun(self.address, wanted(number), 20):
             time.sleep(random.random() / 2)
         return "left"
 
     def slow_reader(self, number: int, random: Random) -> str:
-        with self.sent({**wanted(number), "stream": True}) as connection:
+        with begun(self.address, {**wanted(number), "stream": True}) as connection:
             got = b""
             while not re.search(rb"\[DONE\]|429 |40\d ", got):
                 more = connection.recv(64)
@@ -111,44 +99,29 @@ class Load:
         return "200" if b" 200 " in got else "429"
 
 
-def memory(process: int) -> int:
-    (line,) = (one for one in Path(f"/proc/{process}/status").read_text().splitlines() if one.startswith("VmRSS"))
-    return int(line.split()[1]) * 1024
-
-
 def run(requests: int, at_once: int = 24) -> dict[str, Any]:
     """Load a server of the packaged pair, and return what there was."""
-    words = [sys.executable, "-m", "hf_dart.cli", "serve", "--port", "0", "--seats", "4", "--waiting", "12"]
-    process = subprocess.Popen([*words, "--threads", "1"], stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        address = next(found[1] for line in process.stderr if (found := re.search(r"running on (http://\S+)", line)))
-        log: list[str] = []
-        with ThreadPoolExecutor(at_once + 1) as pool:
-            reader = pool.submit(log.extend, process.stderr)
-            load = Load(address)
-            begun, seconds = memory(process.pid), time.monotonic()
-            list(pool.map(load.one, range(requests // 4)))
-            warm = memory(process.pid)
-            list(pool.map(load.one, range(requests // 4, requests)))
-            seconds = time.monotonic() - seconds
-            end = time.monotonic() + 30
-            while (health := json.loads(ask(address, "/health", method="GET")[1]))["running"] + health["waiting"]:
-                assert time.monotonic() < end, health
-            figures = {"begun": begun, "a quarter": warm, "end": memory(process.pid)}
-            after = load.text(wanted(1)) == (200, load.alone[1])
-            process.terminate()
-            reader.result(60)
-    finally:
-        process.kill()
-        process.wait()
-    with suppress(ValueError):
-        log.remove("")
+    log, options = list[str](), ("--seats", "4", "--waiting", "12")
+    with ThreadPoolExecutor(at_once + 1) as pool, command(*options) as (process, address):
+        reader, memory = pool.submit(log.extend, process.stderr), psutil.Process(process.pid).memory_info
+        load = Load(address)
+        figures, began = {"begun": memory().rss}, time.monotonic()
+        list(pool.map(load.one, range(requests // 4)))
+        figures["a quarter"] = memory().rss
+        list(pool.map(load.one, range(requests // 4, requests)))
+        seconds = time.monotonic() - began
+        end = time.monotonic() + 30
+        while (health := json.loads(ask(address, "/health", method="GET")[1]))["running"] + health["waiting"]:
+            assert time.monotonic() < end, health
+        figures["end"] = memory().rss
+        after = load.text(wanted(1)) == (200, load.alone[1])
+        process.terminate()
+        reader.result(60)
+    log = [line for line in log if line.strip()]
     return {"found": dict(load.found), "memory": figures, "log": log, "goes on": after, "seconds": seconds}
 
 
 @pytest.mark.load
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 def test_a_thousand_requests_with_faults() -> None:
     ran = run(1000)
     found = Counter(ran["found"])

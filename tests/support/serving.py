@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +32,28 @@ def ask(address: str, path: str, body: Any = None, method: str = "POST") -> tupl
         return answer.status, answer.read().decode(), answer.headers
     finally:
         connection.close()
+
+
+@contextmanager
+def begun(address: str, body: Any, sent: int | None = None, length: int | None = None) -> Iterator[socket.socket]:
+    """A connection that has sent the first bytes of a completion's body, of which it has told the length."""
+    content = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Length: {length or len(content)}\r\n"
+    with socket.create_connection((urlsplit(address).hostname, urlsplit(address).port), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + content[:sent])
+        yield connection
+
+
+@contextmanager
+def command(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of `hf-dart serve`, and the address at which it answers."""
+    words = [sys.executable, "-m", "hf_dart.cli", "serve", "--port", "0", "--threads", "1", *options]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            lines = (re.search(r"running on (http://\S+)", line) for line in process.stderr or ())
+            yield process, next(found[1] for found in lines if found)
+        finally:
+            process.kill()
 
 
 @contextmanager
