@@ -57,6 +57,7 @@ class Batcher:
 
     Rounds run on a thread of the batcher's own, which is there while there are requests, and a moment longer. Any
     thread may submit. torch's default generator is neither read nor moved: each request has a generator of its own.
+    Change weights of the target while no request runs: those that come meanwhile do not look at them again.
 
     Args:
         model: the target: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
