@@ -22,21 +22,15 @@ def renamed(name: str, table: Mapping[str, str]) -> str:
 def read_weights(
     files: Iterable[str | Path],
     path: str,
-    names: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
+    names: Mapping[str, str],  # theirs by ours
+    shapes: Mapping[str, tuple[int, ...]],  # theirs by our names
     *,
     vocab_size: int,
     draft_vocab_size: int | None,
-    per_token: Collection[str] = ("lm_head.weight",),
+    per_token: Collection[str] = ("lm_head.weight",),  # our names of weights with a row for each token that is scored
     ignored: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """Return weights by our names, and `draft_vocabulary` [M] if there is one.
-
-    Args:
-        names: theirs by ours.
-        shapes: theirs by our names.
-        per_token: our names of weights with a row for each token that is scored.
-    """
+    """Return weights by our names, and `draft_vocabulary` [M] if there is one."""
     wanted = {theirs: shapes[ours] for ours, theirs in names.items()}
     wanted |= {"d2t": (draft_vocab_size or vocab_size,), "t2d": (vocab_size,)}
     tensors = read_tensors(

@@ -111,11 +111,6 @@ def fill(head: DartModel, target: PreTrainedModel) -> None:
         copy.requires_grad_(False)
 
 
-def copied_names(head: DartModel) -> list[str]:
-    """Names of the weights that are copies: all of the layers'."""
-    return [name for name, _ in head.named_parameters() if name.startswith("layers.")]
-
-
 def _layers(target: PreTrainedModel, first: int, count: int) -> list[nn.Module]:
     layers = getattr(target.get_decoder(), "layers", [])
     if not 0 <= first <= first + count <= len(layers):

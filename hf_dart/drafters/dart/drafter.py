@@ -16,7 +16,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters import adapters
 from hf_dart.drafters.base import Proposal, Verified, pair_scores
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
+from hf_dart.drafters.dart.copied import copied_fields, fill, initialise
 from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Editor, Entries
 from hf_dart.drafters.layers import memory
 from hf_dart.drafters.published import load_published
@@ -53,7 +53,7 @@ class DartHead(DartModel):
         super().__init__(config)
         self._filled = False  # with layers of the target's
         if config.copied_layer is not None:
-            self._keys_to_ignore_on_save = copied_names(self)
+            self._keys_to_ignore_on_save = [f"layers.{name}" for name, _ in self.layers.named_parameters()]
 
     @classmethod
     @host_by_default

@@ -43,7 +43,6 @@ class DFlashConfig(DrafterConfig):
         """Return the config of a published drafter, by its config.json."""
         config = read_dflash(published)
         shape = config.backbone
-        depth = config.num_target_layers or max(config.feature_layers)
         return cls(
             published=published,
             draft_length=min(config.block_size - int(not config.anchor_predicts), MAX_DRAFT_LENGTH),
@@ -53,5 +52,5 @@ class DFlashConfig(DrafterConfig):
             feature_size=shape.hidden_size,
             vocab_size=config.vocab_size,
             draft_window=shape.max_position_embeddings,  # beyond which it was not trained
-            target_num_layers=depth,
+            target_num_layers=config.num_target_layers or max(config.feature_layers),
         )

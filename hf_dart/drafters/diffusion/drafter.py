@@ -224,12 +224,9 @@ class DiffusionDrafter(TrainedDrafter):
     def _run(
         self, state: SlotCache, x: Tensor, block: int = 0, counts: Tensor | None = None, wanted: Tensor | None = None
     ) -> Tensor:
-        """Run entries x [B, Q, H] after the cached ones through all layers, their keys and values into the cache.
+        """Run entries x [B, Q, H] after the cached ones through all layers; the output of all, or of `wanted` [B, W].
 
-        Args:
-            block: slots that attend to each other in both directions.
-            counts: [B] entries in front of those slots; None if they are the first of the Q.
-            wanted: [B, W] entries whose output is wanted; None is all.
+        After `counts` [B] of them, or none, come `block` slots that attend to each other in both directions.
         """
         window = self.config.context_window
         positions, slots, end = state.following(x.shape[1])
