@@ -29,30 +29,25 @@ from support.turns import RAGGED, assert_drafts_as_if_it_had_read_all, assert_tu
 from hf_dart import DartCandidateGenerator, LanguageModelDrafter, MtpDrafter, TreeConfig, attach, load_drafter
 
 
-def tiny_dflash_drafter(target: Any) -> Any:
-    with TemporaryDirectory() as folder:
-        return dflash_drafter(Path(folder), target)
+def loaded(make: Callable[[Path, Any], Any]) -> Callable[[Any], Any]:
+    """The drafter of a kind that is loaded from files, as a function of its target alone."""
 
+    def made(target: Any) -> Any:
+        with TemporaryDirectory() as folder:
+            return make(Path(folder), target)
 
-def tiny_domino_drafter(target: Any) -> Any:
-    with TemporaryDirectory() as folder:
-        return load_drafter(relative(Path(folder), target, "Domino"), target=target)
-
-
-def tiny_gemma4_drafter(target: Any) -> Any:
-    with TemporaryDirectory() as folder:
-        return gemma4_drafter(Path(folder), target)
+    return made
 
 
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "dart": tiny_head,
     "eagle": tiny_eagle_drafter,
     "diffusion": tiny_diffusion_drafter,
-    "dflash": tiny_dflash_drafter,
-    "domino": tiny_domino_drafter,
+    "dflash": loaded(dflash_drafter),
+    "domino": loaded(lambda folder, target: load_drafter(relative(folder, target, "Domino"), target=target)),
     "language model": lambda target: LanguageModelDrafter(nearly(target), target),
     "mtp": MtpDrafter.from_target,
-    "gemma4": tiny_gemma4_drafter,
+    "gemma4": loaded(gemma4_drafter),
 }
 SAVED = ["dart", "eagle", "diffusion", "dflash", "gemma4"]
 SOME = range(3, 48, 2)

@@ -36,13 +36,7 @@ def target() -> Any:
 
 
 def served(folder: Path, embeddings: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
-    """P-EAGLE as vLLM and speculators define it on the files in `folder`, for a whole text; logits [K, M].
-
-    Args:
-        embeddings: [V, H] the target's table.
-        features: [T, 3 H] of positions i.
-        tokens: [T] those at i + 1.
-    """
+    """P-EAGLE as vLLM and speculators define it on the files in `folder`: logits [K, M] after a whole text."""
     config = json.loads((folder / "config.json").read_text())
     weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
     count = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
