@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import pickle
 import re
@@ -16,8 +15,8 @@ import pytest
 import torch
 from support.cases import batch
 from support.compare import assert_identical
-from support.engines import engine as uncaptured
-from support.tiny import prompts, tiny_head, tiny_target
+from support.engines import compiled_pair, engine
+from support.tiny import prompts, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
@@ -29,14 +28,11 @@ from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 Trio = tuple[Any, Any, module.Engine]
-engine = functools.partial(uncaptured, first_tier=32)
 
 
 @pytest.fixture
 def pair() -> Trio:
-    target = tiny_target("llama")
-    head = tiny_head(target)
-    return target, head, engine(target, head)
+    return compiled_pair("llama", first_tier=32)
 
 
 def test_collected_hidden_states(pair: Trio) -> None:
@@ -175,7 +171,7 @@ def test_copies_have_none(pair: Trio) -> None:
 def test_progress_and_mistakes(pair: Trio) -> None:
     target, head, _ = pair
     told: list[str] = []
-    engine(target, head, progress=told.append)
+    engine(target, head, first_tier=32, progress=told.append)
     assert_identical(target, head, batch(1, "sdpa"), tree_config=TreeConfig(nodes=9), **GREEDY)
     begun, done = told
     assert begun == "hf_dart: preparing forwards of 16 nodes for 1 row(s) of up to 32 tokens"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import MODES, batch
 from support.compare import assert_identical, assert_identical_up_to_near_ties, tally
-from support.engines import engine
+from support.engines import compiled_pair
 from support.families import needs_running_states
 from support.simulated_gpu import needs_a_driver
 from support.tiny import tiny_head, tiny_target
@@ -36,9 +36,7 @@ def rounds_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_whole_rounds(family: str) -> None:
     """Texts of several lengths cross tiers; rows end at different times, and trees of one node are taken too."""
-    target = tiny_target(family)
-    head = tiny_head(target)
-    made = engine(target, head)
+    target, head, made = compiled_pair(family)
     ends = {"eos_token_id": [3, 11], "pad_token_id": 0}
     for size, mode, options in ((4, "T=1", {}), (1, "T=1", {}), (4, "greedy", ends), (4, "greedy", {})):
         options = {**MODES[mode], "max_new_tokens": 24, **options}
@@ -52,9 +50,7 @@ def test_whole_rounds(family: str) -> None:
 @pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.matrix)])
 def test_a_cache_that_is_handed_back(size: int) -> None:
     """Its states are stock's, and another call goes on from it."""
-    target = tiny_target("qwen3_5")
-    head = tiny_head(target)
-    made = engine(target, head)
+    target, head, made = compiled_pair("qwen3_5")
     texts, states = [], []
     for options in ({}, {"assistant": head, "tree_config": TREE}):
         cache, inputs = DynamicCache(config=target.config), batch(size, "sdpa")
@@ -73,9 +69,7 @@ def test_a_cache_that_is_handed_back(size: int) -> None:
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("lfm2", marks=pytest.mark.matrix)])
 def test_compiled(family: str) -> None:
     """The parts of a round, each as one graph."""
-    target = tiny_target(family)
-    head = tiny_head(target)
-    made = engine(target, head, backend="aot_eager", first_tier=64)
+    target, head, made = compiled_pair(family, backend="aot_eager", first_tier=64)
     options = {**MODES["T=1"], "max_new_tokens": 20}
     assert_identical(target, head, batch(4, "sdpa"), into=EXACT, tree_config=TREE, **options)
     assert head.last_stats.tau > 1.3
@@ -104,9 +98,7 @@ def test_captured_forwards_of_several_sizes() -> None:
 
 def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache that was passed in holds the prompt: what some layers have taken in since cannot be read."""
-    target = tiny_target("lfm2")
-    head = tiny_head(target)
-    engine(target, head, first_tier=64)
+    target, head, _ = compiled_pair("lfm2", first_tier=64)
     inputs, options = batch(1, "sdpa"), {**MODES["greedy"], "max_new_tokens": 20}
     target.generate(**inputs, assistant=head, **options)
     before, cache = (DynamicCache(config=target.config) for _ in range(2))
@@ -135,9 +127,7 @@ def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_trees_that_go_by_levels_run_uncompiled(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are too large, and all of Mamba."""
     monkeypatch.setattr(tree_forward, "MOST", 9)
-    target = tiny_target(family)
-    head = tiny_head(target)
-    made = engine(target, head)
+    target, head, made = compiled_pair(family)
     with pytest.warns(UserWarning, match="This call runs uncompiled: .*level by level"):
         assert_identical(target, head, batch(1, "sdpa"), tree_config=TREE, **MODES["greedy"], max_new_tokens=8)
     assert not any(made.tiers)

@@ -10,7 +10,7 @@ import torch
 from support.caches import prefill
 from support.cases import GREEDY, SAMPLED, batch
 from support.compare import assert_identical, tally
-from support.engines import counting, engine
+from support.engines import compiled_pair, counting, engine
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
 
@@ -26,9 +26,7 @@ EXACT = tally("float64, rounds on fixed shapes")
 
 def test_what_another_call_left_is_not_read() -> None:
     """Not even through a mask: a text of which target and head make NaN stood in the slots of the next one."""
-    target = tiny_target("gpt2")
-    head = tiny_head(target)
-    made = engine(target, head, first_tier=64)
+    target, head, made = compiled_pair("gpt2", first_tier=64)
     with torch.no_grad():
         target.transformer.wpe.weight[30:] = torch.nan
     assert_identical(target, head, prompts([4]), **GREEDY)
@@ -43,9 +41,7 @@ def test_what_another_call_left_is_not_read() -> None:
 
 def test_calls_in_turns() -> None:
     """One call's rounds write over what another's left: tiers take turns in one memory."""
-    target = tiny_target("qwen3")
-    head = tiny_head(target)
-    made = engine(target, head, first_tier=64)
+    target, head, made = compiled_pair("qwen3", first_tier=64)
     calls: list[tuple[int, dict[str, Any]]] = [
         (4, {**GREEDY, "tree_config": TreeConfig(nodes=13)}),
         (1, {**GREEDY, "tree_config": TreeConfig(nodes=8)}),
@@ -61,84 +57,69 @@ def test_calls_in_turns() -> None:
         assert len({cache.store.buffer(0).data_ptr() for cache in caches}) == 1
 
 
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_the_same_drafts_whatever_the_tiers(options: dict[str, Any]) -> None:
-    """The drafter has read as much, and seen the same noise, from tier to tier as without tiers."""
+def test_the_same_drafts_whatever_the_tiers(options: dict[str, Any], size: int, noted: Any) -> None:
+    """The drafter has read as much, and seen the same noise, from tier to tier as without; each draft is a launch."""
     target = tiny_target("qwen3")
     head = tiny_head(target)
     options = {**options, "max_new_tokens": 40, "tree_config": TreeConfig(nodes=13, lookup=0)}
-    committed = []
+    drafts, found = noted(CapturedDraft, "__call__", lambda *_: None), []
     for first_tier in (None, 16, 128):
-        if first_tier is not None:
-            engine(target, head, first_tier=first_tier)
-        assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **options)
-        committed.append(head.last_stats.committed)
-    assert committed[0] == committed[1] == committed[2]
+        drafts.clear()
+        made = None if first_tier is None else engine(target, head, first_tier=first_tier)
+        assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **options)
+        found.append(head.last_stats.committed)
+        assert made is None or len(drafts) == head.last_stats.rounds
+        assert first_tier != 16 or len(made.tiers) > 1
+    assert found[0] == found[1] == found[2]
 
 
-def test_no_text_stands_where_trees_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_text_stands_where_trees_do(noted: Any) -> None:
     """The last slots of a tier are those of the nodes, however long the paths that are accepted."""
     target, head, inputs = counting(8.0)
-    commit, held = TargetCache.commit, []
-
-    def watched(self: TargetCache, *accepted: Any) -> None:
-        commit(self, *accepted)
-        if self.entries.fixed:
-            held.append(self.entries.capacity - 8 - self.longest)
-
-    monkeypatch.setattr(TargetCache, "commit", watched)
+    caches = noted(TargetCache, "commit", lambda _, cache, *accepted: (cache.entries, cache.longest), result=True)
     for start in (0, 3):
         engine(target, head)
         some = {name: part[1:, start:] for name, part in inputs.items()}
         options = {"do_sample": False, "max_new_tokens": 30, "tree_config": TreeConfig(nodes=8, lookup=0)}
         assert_identical(target, head, some, **options)
-    assert max(held) > 0 == min(held)
+    left = [entries.capacity - 8 - longest for entries, longest in caches if entries.fixed]
+    assert max(left) > 0 == min(left)
 
 
-def test_rows_go_back_to_their_places() -> None:
-    """Two rows are taken in by rows 0 and 2 of three; row 1 is as it was."""
-    prefilled = prefill(tiny_target("llama"), prompts([4, 4, 4]))
-    cache = TargetCache(prefilled, [0, 0, 0], 8, keep=True).entries
-    before = cache.store.buffer(0).clone()
-    seats = cache.like(torch.zeros(2, dtype=torch.long), 8)
-    seats.advance(torch.tensor([2, 6]))
-    seats.store.buffer(0).copy_(torch.arange(2.0)[:, None, None, None])
-    cache.take_rows(seats, [(0, 0), (2, 1)])
-    assert cache.lengths.tolist() == cache.counted.tolist() == [2, 4, 6]
-    assert torch.equal(cache.store.buffer(0)[1, :, :4], before[1, :, :4])
-    assert (cache.store.buffer(0)[0, :, :2] == 0).all()
-    assert (cache.store.buffer(0)[2, :, :6] == 1).all()
-
-
-@needs_running_states
-def test_seats_are_filled_by_any_rows() -> None:
+@pytest.mark.parametrize("family", ["llama", pytest.param("lfm2", marks=needs_running_states)])
+def test_seats_are_filled_by_any_rows(family: str) -> None:
     """Rows 2 and 0 of three take two seats: their lengths, entries and running states; and go back."""
-    cache = TargetCache(prefill(tiny_target("lfm2"), prompts([4, 6, 5])), [2, 0, 1], 8, keep=True)
-    seats = cache.as_fixed(2, 16, 8, torch.device("cpu"), Memory().of)
-    rows = [2, 0]
+    cache = TargetCache(prefill(tiny_target(family), prompts([4, 6, 5])), [2, 0, 1], 8, keep=True)
+    seats, rows = cache.as_fixed(2, 16, 8, torch.device("cpu"), Memory().of), [2, 0]
     seats.take_rows(cache, [*enumerate(rows)])
     assert seats.lengths.tolist() == seats.entries.counted.tolist() == [5, 4]
+    held, own = (part.entries.store.buffer(0) for part in (seats, cache))
+    states = {} if cache.states is None else dict(cache.states.committed)
     for seat, row in enumerate(rows):
-        held, given = (part.entries.store.buffer(0) for part in (seats, cache))
         length = int(cache.lengths[row])
-        assert torch.equal(held[seat, :, :length], given[row, :, :length])
-        for slot, state in cache.states.committed.items():
+        assert torch.equal(held[seat, :, :length], own[row, :, :length])
+        held[seat] = row
+        for slot, state in states.items():
             assert torch.equal(seats.states.committed[slot][seat], state[row])
             seats.states.committed[slot][seat] = row
-    before = dict(cache.states.committed)
+    kept = own[1, :, :6].clone()
+    seats.entries.advance(torch.tensor([1, 3]))
     cache.take_rows(seats, [(row, seat) for seat, row in enumerate(rows)])
-    for slot, state in cache.states.committed.items():
-        assert torch.equal(state[1], before[slot][1])
-        assert all((state[row] == row).all() for row in rows)
+    assert cache.lengths.tolist() == cache.entries.counted.tolist() == [7, 6, 6]
+    assert torch.equal(own[1, :, :6], kept)
+    assert all((own[row, :, : int(cache.lengths[row])] == row).all() for row in rows)
+    for slot, state in states.items():
+        assert torch.equal(cache.states.committed[slot][1], state[1])
+        assert all((cache.states.committed[slot][row] == row).all() for row in rows)
 
 
 @pytest.mark.filterwarnings("default:This call runs uncompiled")
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a text: that very round is verified by the eager forward, and later calls do not try again."""
-    target = tiny_target("llama")
-    head = tiny_head(target)
-    made = engine(target, head, first_tier=64)
+    target, head, made = compiled_pair("llama", first_tier=64)
     options = {**(SAMPLED if sampled else GREEDY), "no_repeat_ngram_size": 3}
     launches = []
     launch = CapturedForward.__call__
@@ -157,30 +138,10 @@ def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) ->
     assert_identical(target, head, batch(4, "sdpa"), **options)
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On buffers of its own, from tier to tier: as good as uncaptured ones, and as many."""
-    target = tiny_target("llama")
-    head = tiny_head(target)
-    options = {**GREEDY, "tree_config": TreeConfig(nodes=8, lookup=0)}
-    assert_identical(target, head, batch(size, "sdpa"), **options)
-    committed, rounds = head.last_stats.committed, head.last_stats.rounds
-    made = engine(target, head)
-    drafts = []
-    draft = CapturedDraft.__call__
-    monkeypatch.setattr(CapturedDraft, "__call__", lambda *args: (drafts.append(1), draft(*args))[1])
-    assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **options)
-    assert len(made.tiers) > 1
-    assert head.last_stats.committed == committed
-    assert len(drafts) == rounds
-
-
 def test_forwards_by_all_rows() -> None:
     """Trees of a batch are filled up to fewer nodes than those of one row, on a CPU."""
-    target = tiny_target("llama")
-    head = tiny_head(target)
     for size, sizes in ((1, {1, 8}), (4, {1, 4, 8})):  # 8 by the trial of a tier
-        made = engine(target, head, first_tier=128)
+        target, head, made = compiled_pair("llama", first_tier=128)
         options = {**GREEDY, "tree_config": TreeConfig(nodes=3, lookup=0)}
         assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **options)
         (tier,) = made.tiers

@@ -11,6 +11,7 @@ import hf_dart
 from hf_dart.engine.compiling import EngineConfig
 from hf_dart.engine.engine import Engine
 from support.scripts import experiment
+from support.tiny import tiny_head, tiny_target
 
 SIMULATED = experiment("simulated")
 
@@ -26,6 +27,13 @@ def counting(tau: float) -> tuple[Any, Any, dict[str, torch.Tensor]]:
 def engine(target: Any, drafter: Any, **options: Any) -> Engine:
     """Parts on fixed shapes, uncaptured, in small tiers; the caller's options come first."""
     return hf_dart.compile(target, drafter, **{"backend": None, "first_tier": 16, **options})
+
+
+def compiled_pair(family: str, **options: Any) -> tuple[Any, Any, Engine]:
+    """A tiny target, a random head, and their engine."""
+    target = tiny_target(family)
+    head = tiny_head(target)
+    return target, head, engine(target, head, **options)
 
 
 class Everywhere:
