@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotSpec, outgrows
+from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotSpec, Zeros, outgrows
 from hf_dart.cache.states import FixedStates, RunningStates, StatefulCache, states_of
 from hf_dart.cache.stock_layers import (
     attention_layers,
@@ -30,13 +30,6 @@ class TargetCache:
 
     A running state cannot be shortened: a row that is truncated goes back to its prompt, in its attention layers too.
 
-    Args:
-        prefilled: the stock cache after prefill; all its entries belong to the prompt.
-        pads: left padding per row.
-        capacity, most: positions to make room for at first, and that will be needed at most, if that is known.
-        keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
-        windows: how many positions each attention layer's queries attend to, as far as that need not be all.
-
     Attributes:
         cache: goes into the target's forward.
         prompt_lengths: [B] entries per row after prefill, on the CPU.
@@ -44,12 +37,12 @@ class TargetCache:
 
     def __init__(
         self,
-        prefilled: Cache,
-        pads: list[int],
-        capacity: int,
-        keep: bool,
-        most: int | None = None,
-        windows: Sequence[int | None] | None = None,
+        prefilled: Cache,  # stock's, after prefill; all its entries belong to the prompt
+        pads: list[int],  # left padding per row
+        capacity: int,  # positions to make room for at first
+        keep: bool,  # the stock cache will be needed again (`write_back`); otherwise its memory is freed
+        most: int | None = None,  # positions that will be needed at most, if that is known
+        windows: Sequence[int | None] | None = None,  # `layer_windows`; as far as queries need not attend to all
     ) -> None:
         self.stock, self._keep_stock = prefilled, keep
         self._whole, self._written_back = True, False
@@ -103,11 +96,11 @@ class TargetCache:
         slots: int,
         nodes: int,
         device: torch.device,
-        memory_of: Callable[[str], Callable[..., Tensor]],
+        memory_of: Callable[[str], Zeros],  # storage by the name of its owner
     ) -> Self:
         """Make an empty one on fixed shapes for B rows: T slots for the text, and N after them for a tree.
 
-        Smaller trees stand in the last slots, too. `memory_of` makes storage, by the name of its owner.
+        Smaller trees stand in the last slots, too.
         """
         entries = self.entries.as_fixed(batch_size, slots + nodes, device, memory_of("target"))
         states = None if self.states is None else FixedStates(self.states, batch_size, memory_of("states"))

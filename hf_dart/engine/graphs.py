@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -33,23 +32,17 @@ class Capture(NamedTuple):
 
 
 def launched(
-    step: Callable[[], None], pool: Pool | None, run_uncompiled: Callable[[], None]
+    step: Callable[[], None],
+    pool: Pool | None,  # of `memory_pool`; its graphs never run at the same time
+    run_uncompiled: Callable[[], None],  # the same, of which nothing is compiled
 ) -> Callable[[], None]:
-    """Return what launches a function of fixed shapes without arguments: as one CUDA graph where there are any.
+    """Return what launches `step`, a function of fixed shapes: as one CUDA graph where there are any.
 
     A graph replays the kernels of one call on the addresses that they had: what the function works on stays where it
     is, is filled in before a launch and read after it, and none of its Python runs again. Warm-up and capture call
     the function on what is there, so that has to be something that may be overwritten. The host does not wait.
-
-    Args:
-        step: the function.
-        pool: of `memory_pool`, None where there are no graphs; its graphs never run at the same time, and nothing that
-            one leaves there is read by another.
-        run_uncompiled: the same function, of which nothing is compiled. It is tried first: a capture that fails would
-            leave PyTorch's generators and its allocator in the middle of one.
-
-    Raises:
-        RuntimeError: it asks the host for something.
+    `run_uncompiled` is tried first, and refused if it asks the host for something: a capture that fails would leave
+    PyTorch's generators and its allocator in the middle of one.
     """
     if pool is None:
         step()
@@ -74,31 +67,24 @@ def memory_pool(device: torch.device) -> Pool | None:
 
 
 def _captured(step: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
-    with _capturing, torch.cuda.device(pool.stream.device), _without_cached_casts():
+    cached = torch.is_autocast_cache_enabled()
+    with _capturing, torch.cuda.device(pool.stream.device):
         # On a stream of its own, as PyTorch's notes on CUDA graphs ask for, and of this device: the one that
         # torch.cuda.graph would take is of whichever device was captured on first.
         stream, before = pool.stream, torch.cuda.current_stream()
-        stream.wait_stream(before)
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                step()
-        before.wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
+        # Copies of weights that autocast keeps are freed with its context, and a graph would read them.
+        torch.set_autocast_cache_enabled(False)
         try:
+            stream.wait_stream(before)
+            with torch.cuda.stream(stream):
+                for _ in range(_WARM_UPS):
+                    step()
+            before.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
             # Other threads may use the device meanwhile.
             with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
                 step()
         finally:
             torch.cuda.set_stream(before)  # after a failed capture the thread is still on the capture's stream
+            torch.set_autocast_cache_enabled(cached)
     return graph
-
-
-@contextmanager
-def _without_cached_casts() -> Iterator[None]:
-    """Let autocast cast weights in each call: kept copies are freed with its context, and a graph would read them."""
-    cached = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(cached)

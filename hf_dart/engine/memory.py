@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+
+from hf_dart.cache.slot_cache import Zeros
 
 
 class Memory:
@@ -17,16 +17,16 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self._largest: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._largest: dict[tuple[str, str, torch.dtype, torch.device], Tensor] = {}
 
-    def of(self, owner: str) -> Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]:
-        """Return a function that does what `zeros` does, for names that other owners do not use."""
-        return lambda name, *what: self.zeros(f"{owner}: {name}", *what)
+    def of(self, owner: str) -> Zeros:
+        """Return what makes the owner's buffers by name, of zeros; others of that name may be written over."""
 
-    def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a buffer of that name. Others of that name may be written over."""
-        key, size = (name, dtype, device), torch.Size(shape).numel()
-        flat = self._largest.get(key)
-        if flat is None or flat.numel() < size:
-            flat = self._largest[key] = torch.empty(size, dtype=dtype, device=device)
-        return flat[:size].view(shape).zero_()
+        def zeros(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+            key, size = (owner, name, dtype, device), torch.Size(shape).numel()
+            flat = self._largest.get(key)
+            if flat is None or flat.numel() < size:
+                flat = self._largest[key] = torch.empty(size, dtype=dtype, device=device)
+            return flat[:size].view(shape).zero_()
+
+        return zeros

@@ -45,9 +45,6 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
     What stands outside the markers of an `existing` card is kept. In its front matter, fields that are known are
     written, tags are added, and all others are kept; a library and a pipeline that stand there stay. Without markers
     it was not written here, and is returned as it is.
-
-    Raises:
-        ValueError: the front matter of `existing` is not YAML, or the bench or the training record cannot be read.
     """
     try:
         written = f"{BEGIN}\n\n{_body(facts)}\n\n{END}"

@@ -41,24 +41,16 @@ class StoredTensor:
 
 def read_tensors(
     files: Iterable[str | Path],
-    path: str,
-    shapes: Mapping[str, tuple[int, ...]],
+    path: str,  # as for `headers`
+    shapes: Mapping[str, tuple[int, ...]],  # of every tensor that there has to be
     *,
-    optional: Collection[str] = (),
-    ignored: Collection[str] = (),
-    dtypes: Mapping[str, torch.dtype] | None = None,
+    optional: Collection[str] = (),  # names out of `shapes` that may be missing
+    ignored: Collection[str] = (),  # names of others that may be there, and are not read
+    dtypes: Mapping[str, torch.dtype] | None = None,  # of those that are not floating-point
 ) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint, on the CPU and in the dtype they were saved in.
 
-    Args:
-        files, path: as for `headers`.
-        shapes: name and shape of every tensor that there has to be.
-        optional: names out of `shapes` that may be missing.
-        ignored: names of others that may be there, and are not read.
-        dtypes: of those that are not floating-point.
-
-    Raises:
-        ValueError: a tensor is missing, unknown, or of another shape or kind, or a file is damaged.
+    Refused are missing, unknown and damaged tensors, and those of another shape or kind.
     """
     dtypes = dtypes or {}
     found = {name: tensor for name, tensor in headers(files, path).items() if name not in ignored}
@@ -86,8 +78,7 @@ def weight_shapes(files: Iterable[str | Path], path: str) -> dict[str, tuple[int
 def headers(files: Iterable[str | Path], path: str) -> dict[str, StoredTensor]:
     """Return the tensors of a checkpoint by name, from the headers of its files; messages name its `path`.
 
-    Raises:
-        ValueError: a file is damaged, or two hold the same tensor.
+    Damaged files are refused, and two that hold the same tensor.
     """
     found: dict[str, StoredTensor] = {}
     for file in files:
@@ -153,11 +144,7 @@ def _damaged(path: str, error: Exception) -> ValueError:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the fields of a JSON file of another project.
-
-    Raises:
-        ValueError: it is missing or too large, or not one JSON object with every name once.
-    """
+    """Return the fields of a JSON file of another project, which has to hold one object with every name once."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)

@@ -78,11 +78,6 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     """Read the config.json of a head, and the Hub's commit that it came from, to take the weights from the same one.
 
     A folder has None as its commit, and may have an empty config.
-
-    Raises:
-        TypeError: an option is unknown.
-        ValueError: there is no such folder, or the file cannot be read.
-        OSError: the Hub does not give it.
     """
     refuse_options(where)
     if missing_folder(path):
@@ -120,11 +115,7 @@ def weight_files(path: str, missing: str | None = None, *, pickled: bool = False
     """Return the safetensors files of a checkpoint, fetched if need be; other kinds of weights are not opened.
 
     Where there are none, a `pytorch_model.bin` is taken if `pickled` (`hub.checkpoint` reads it as strictly), or it is
-    said what is `missing`.
-
-    Raises:
-        ValueError: the index of the weights is damaged, or names files outside of the checkpoint.
-        OSError: there are no weights in safetensors, or the Hub does not give them.
+    said what is `missing`. An index that names files outside of the checkpoint is refused.
     """
     single = optional_file(path, _WEIGHTS, **where)
     if single is not None:

@@ -56,16 +56,17 @@ class HeadFacts:
 
     @classmethod
     def read(
-        cls, folder: str | Path, *, bench: str | Path | None = None, training: str | Path | None = None, **known: Any
+        cls,
+        folder: str | Path,  # with config.json, model.safetensors and perhaps training.json
+        *,
+        bench: str | Path | None = None,  # the file that `hf-dart bench --json` wrote
+        training: str | Path | None = None,  # the training record, if it does not lie in `folder`
+        **known: Any,
     ) -> HeadFacts:
         """Read the facts of the drafter that `save_pretrained` or a trainer wrote to `folder`.
 
-        Args:
-            folder: with config.json, model.safetensors and perhaps training.json.
-            bench: the file that `hf-dart bench --json` wrote.
-            training: the training record, if it does not lie in `folder`.
-            known: the other attributes, as they are. Left out, `base_model` is the target's name in the config if that
-                is one, and `license` that under which another project published the drafter, if one did.
+        `known` are the other attributes, as they are. Left out, `base_model` is the target's name in the config if that
+        is one, and `license` that under which another project published the drafter, if one did.
 
         Raises:
             ValueError: a file is missing, damaged, or tells of another head; the message names it.

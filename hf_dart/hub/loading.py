@@ -33,21 +33,14 @@ def load_tokenizer(name: str | None = None, **options: Any) -> Any:
 
 
 def load_target(
-    target: str | None = None,
-    dtype: str | None = None,
+    target: str | None = None,  # folder or Hub id, or `PACKAGED`, the default
+    dtype: str | None = None,  # one of `DTYPES`; None is float32 for the packaged target, else as weights were saved
     device_map: Any = None,
     *,
-    tokenizer: str | None = None,
-    **options: Any,
+    tokenizer: str | None = None,  # folder or Hub id; None is the target's own
+    **options: Any,  # of `from_pretrained` of the model; `revision` is also the tokenizer's
 ) -> tuple[Any, Any]:
-    """Load a target and its tokenizer.
-
-    Args:
-        target: folder or Hub id, or `PACKAGED`, the default.
-        dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
-        tokenizer: folder or Hub id; None is the target's own.
-        device_map, options: as for `from_pretrained` of the model; `revision` is also the tokenizer's.
-    """
+    """Load a target and its tokenizer."""
     from transformers import AutoModelForCausalLM
 
     path = target_path(target)

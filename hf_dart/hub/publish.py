@@ -42,30 +42,23 @@ def add_custom_generate(folder: str | Path) -> None:
 
 
 def push_folder(
-    folder: str | Path,
-    repository: str,
+    folder: str | Path,  # what `save_pretrained` or a trainer wrote
+    repository: str,  # "name" or "user/name"
     *,
-    card: str | None = None,
-    private: bool | None = None,
+    card: str | None = None,  # text in place of the repository's card
+    private: bool | None = None,  # this and what follows: as for `PreTrainedModel.push_to_hub`
     token: str | bool | None = None,
     revision: str | None = None,
     create_pr: bool = False,
     commit_message: str | None = None,
     commit_description: str | None = None,
-    **known: Any,
+    **known: Any,  # what `HeadFacts.read` takes: bench, training, base_model, license, language, datasets, tags
 ) -> CommitInfo:
     """Push the drafter in `folder` to the Hub; the repository and the branch are made where there are none.
 
     What an earlier push left of other weights (an adapter, a bench, a training record) is deleted in the same commit.
-
-    Args:
-        folder: what `save_pretrained` or a trainer wrote.
-        repository: "name" or "user/name".
-        card: text in place of the repository's card. Left out, that stays, but for the part between its markers
-            (`hf_dart.hub.card`); a card without markers stays as a whole, and a warning says so.
-        private, token, create_pr, commit_message, commit_description: as for `PreTrainedModel.push_to_hub`.
-        revision: the branch.
-        known: what `HeadFacts.read` takes: bench, training, base_model, license, language, datasets, tags.
+    The repository's card stays, but for the part between its markers (`hf_dart.hub.card`); one without markers stays as
+    a whole, and a warning says so.
 
     Raises:
         ValueError: a file in `folder`, or one that was named, cannot be used; or it is an adapter of a local head.
@@ -100,11 +93,7 @@ def push_folder(
 
 
 def write_folder(folder: str | Path, destination: str | Path, repository: str, **known: Any) -> None:
-    """Write what `push_folder` would push to a repository without a card to `destination`, and ask no Hub.
-
-    Raises:
-        ValueError: as for `push_folder`, or `destination` holds something.
-    """
+    """Write what `push_folder` would push to a repository without a card to an empty `destination`, and ask no Hub."""
     destination = Path(destination)
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise ValueError(f"{str(destination)!r} is there already; give an empty folder, or a name that is free.")

@@ -34,12 +34,9 @@ class PackedWeights(TorchFunctionMode):
     """Context in which this thread's products with some weights [out, in] read packed copies of them.
 
     A weight that was written to or moved since it was packed is read as it is.
-
-    Args:
-        state: of the weights, by their contents.
     """
 
-    def __init__(self, state: list[tuple[int, ...]]) -> None:
+    def __init__(self, state: list[tuple[int, ...]]) -> None:  # of the weights, by their contents
         super().__init__()
         self.state = state
         self._packed: dict[int, tuple[Tensor, tuple[int, ...], Tensor]] = {}

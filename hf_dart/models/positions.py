@@ -36,17 +36,16 @@ def position_limit(target: PreTrainedModel) -> int:
     return int(table) - 1 if table and table > 0 else sys.maxsize
 
 
-def refuse_crossing(target: PreTrainedModel, prompt: int, cached: int, most: int, shift: int = 0) -> None:
+def refuse_crossing(
+    target: PreTrainedModel,
+    prompt: int,  # positions of the longest prompt; 0 where they are not those of its tokens (images)
+    cached: int,  # slots of the prompts that are in the cache already
+    most: int,  # tokens of the longest prompt and all that may be generated
+    shift: int = 0,  # how far their positions lie above their numbers
+) -> None:
     """Raise where rotary frequencies would change in the middle of a call, for the text so far and for all rows.
 
     Phi-3 drops its cache there, too, and computes the whole text again.
-
-    Args:
-        target: the causal LM.
-        prompt: positions of the longest prompt; 0 where they are not those of its tokens (images).
-        cached: slots of the prompts that are in the cache already.
-        most: tokens of the longest prompt and all that may be generated.
-        shift: how far their positions lie above their numbers.
     """
     trained, grows = moving_rotary(target) or (getattr(target.config, "original_max_position_embeddings", None), False)
     # The last token is not run through the model.

@@ -109,24 +109,18 @@ def forget(model: PreTrainedModel) -> None:
 @host_by_default
 @torch.no_grad()
 def check_verification(
-    model: PreTrainedModel, text: int | None = None, nodes: int = 0, rows: int = 1, padded: bool = False
+    model: PreTrainedModel,
+    text: int | None = None,  # slots of the coming call's longest text; None: of its position table, as far as is cheap
+    nodes: int = 0,  # slots after them that trees may fill
+    rows: int = 1,
+    padded: bool = False,
 ) -> None:
     """Check that tree verification is right for a model: once per what it consists of (`identity`).
 
     Runs a small tree, commits one path, runs one more token, and compares the logits with stock's own steps over that
     path, from the same cache. Where they differ by more than rounding does, so may stock's own in a batch of equal
-    rows, within limits. The global generators are not moved.
-
-    Args:
-        model: the target.
-        text: slots of the longest text of the coming call; by default as much of the target's position table as
-            is cheap.
-        nodes: slots after them that trees may fill.
-        rows: of the coming call.
-        padded: are some of them padded?
-
-    Raises:
-        ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
+    rows, within limits. A target that computes something else is refused, at least with such rows. The global
+    generators are not moved.
     """
     refuse_target(model)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _UNPADDED
@@ -195,11 +189,7 @@ class _Trial:
         held = (held_by(layer)[1].dtype for layer in attention_layers(short))
         self._dtype = coarsest(self._outputs.logits, rounding_of(model), *held)
         self._attention = TreeAttention(model)
-
-    @cached_property
-    def windows(self) -> list[int | None]:
-        """Those of the cache's layers."""
-        return [window_of(layer) for layer in self.short.layers]
+        self.windows = [window_of(layer) for layer in self.short.layers]
 
     @cached_property
     def marks(self) -> set[int]:
@@ -303,8 +293,7 @@ class _Trial:
     def noise(self) -> float:
         """Difference of logits of stock's steps in a batch of equal rows, or where the target attends as trees do.
 
-        Raises:
-            ValueError: it is no rounding.
+        It is refused if it is no rounding.
         """
         rows, times = [*range(len(self._pads))], _EQUAL // len(self._pads)
         with _explained(self._model, self._text):

@@ -54,29 +54,20 @@ class Verifier:
 
     A step without a draft is run as stock would where that needs no mask of ours: by the user's attention.
 
-    Args:
-        target: the causal LM.
-        cache: its cache, after prefill.
-        kinds: `mask_kinds` of the prefilled stock cache.
-        feature_layers: indices of the `hidden_states` that the drafter reads.
-        keep_hidden_states: leave the last tree's hidden states of all layers, [..., B, N, ..., H] each, in
-            `hidden_states`.
-        shift: [B] or [K, B], how far positions that the target is told lie above a row's own (`position_shift`); None
-            if nowhere.
-
     Attributes:
         attention: what it verifies by.
+        hidden_states: of the last tree, those of all layers, [..., B, N, ..., H] each; empty unless they are kept.
         extra_inputs: arguments of the target besides the usual ones, such as token types.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
-        cache: TargetCache,
-        kinds: list[MaskKind],
-        feature_layers: list[int],
+        cache: TargetCache,  # of the target, after prefill
+        kinds: list[MaskKind],  # `mask_kinds` of the prefilled stock cache
+        feature_layers: list[int],  # indices of the `hidden_states` that the drafter reads
         keep_hidden_states: bool = False,
-        shift: Tensor | None = None,
+        shift: Tensor | None = None,  # [B] or [K, B], of positions that the target is told (`position_shift`)
     ) -> None:
         self.target = target
         self.cache = cache
@@ -112,13 +103,9 @@ class Verifier:
         return left.masked_fill(positions > self._last_position, MAX_DRAFT_LENGTH).tolist()
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """Logits [B, N, V] and features [B, N, F] of every node.
+        """Logits [B, N, V] and features [B, N, F] of every node; those of a row that may emit 0 tokens are not used.
 
         The nodes' entries stay in the cache until `cache.commit` keeps some and drops the rest.
-
-        Args:
-            tree: the tree to verify.
-            limits: tokens that each row may emit; what is returned for a row with 0 is not used.
         """
         self.cache.prepare(tree.size)
         masked = tree.size > 1 or not self._runs_plainly()

@@ -48,11 +48,7 @@ class WholeCheckpoints(Trainer):
     """Number of logged entries when the best weights were loaded; None: the weights are those of the last step."""
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> Any:
-        """Train, or resume from a checkpoint: a folder, or True for the newest of the run.
-
-        Raises:
-            ValueError: the checkpoint is damaged, or that of another run.
-        """
+        """Train, or resume from a whole checkpoint of this run: a folder, or True for the newest."""
         checkpoint = resume_from_checkpoint
         if checkpoint is True:
             checkpoint = newest_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
@@ -131,12 +127,9 @@ def newest_checkpoint(run: str | Path) -> str | None:
 
 
 def check_checkpoint(checkpoint: str | Path, drafter: Any, sharded: bool = False) -> None:
-    """Compare a checkpoint with the drafter that is to be trained on from it, before any of it is loaded.
+    """Refuse a checkpoint of which a part is missing, damaged or of another run, before any of it is loaded.
 
     Optimizer and weights are not looked at where they are `sharded` files of FSDP's or DeepSpeed's.
-
-    Raises:
-        ValueError: a part of it is missing or damaged, or is that of another run.
     """
     folder = Path(checkpoint)
     for name in (TRAINER_STATE_NAME, *(() if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME))):

@@ -66,11 +66,7 @@ def parser(drafter: str = "dart") -> HfArgumentParser:
 
 
 def read_recipe(words: Sequence[str]) -> Recipe:
-    """Return the options of a command line, whose first word may be a YAML or JSON file of names and values.
-
-    Raises:
-        ValueError: an option is unknown, missing or out of range, or the file cannot be read.
-    """
+    """Return the options of a command line, whose first word may be a YAML or JSON file of names and values."""
     flags = list(words)
     if flags and not flags[0].startswith("-"):
         flags = [*_as_flags(_read(Path(flags[0]))), *flags[1:]]

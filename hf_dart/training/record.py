@@ -57,4 +57,3 @@ def training_record(trainer: Any) -> dict[str, Any]:
         "recipe": None if recipe is None else publishable(recipe),
     }
     return {name: value for name, value in record.items() if value is not None}
-

@@ -64,10 +64,6 @@ def open_source(
     """Open several files, or one path, pattern or NAME[:CONFIG[:SPLIT]] of the Hub, as `group_files` gives them.
 
     Each document of a .bin file ends with the token `eos`; all other options are those of `datasets.load_dataset`.
-
-    Raises:
-        ValueError: there is no such source, it is not what its ending says, or it is empty.
-        OSError: the system does not let it be read.
     """
     datasets = datasets_library()
     name = names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"

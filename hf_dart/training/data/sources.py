@@ -120,11 +120,7 @@ def load_rows(
 def pack_dataset(
     documents: Any, tokenizer: Any, draft_length: int, max_length: int, config: DartConfig | None = None
 ) -> Any:
-    """Rows of `max_length` tokens, as `load_rows` makes them, from a dataset of the library `datasets`.
-
-    Raises:
-        ValueError: it has none of the fields of `DataArguments`, nothing to train on, or a tokenizer that does not fit.
-    """
+    """Rows of `max_length` tokens, as `load_rows` makes them, from a dataset of the library `datasets`."""
     source = Source("The dataset", documents, documents.column_names)
     if seen := [name for name in source.columns if name.rstrip("s") in _NO_TEXT]:
         raise ValueError(f"The field {seen[0]!r} holds no text to pack; make rows with hf_dart.training.image_row.")

@@ -69,20 +69,15 @@ def document_positions(documents: Tensor) -> Tensor:
 
 
 def draw_anchors(
-    documents: Tensor,
-    count: int,
-    draft_length: int,
+    documents: Tensor,  # [B, T] document of each token, -1 for padding; a document is contiguous
+    count: int,  # K
+    draft_length: int,  # d
     generator: torch.Generator | None = None,
-    loss_mask: Tensor | None = None,
+    loss_mask: Tensor | None = None,  # [B, T] bool, the tokens that the target would write itself; None is all
 ) -> Tensor:
     """`count` different anchors per row, uniform over those whose whole draft lies in one document.
 
-    Args:
-        documents: [B, T] document of each token, -1 for padding; a document is contiguous.
-        count, draft_length: K and d.
-        generator: of the random numbers; None is the default generator.
-        loss_mask: [B, T] bool, the tokens that the target would write itself. The first drafted token, n + 2, has to be
-            one of them; the draft may run past their end. None allows all.
+    The first drafted token, n + 2, has to be one that the target would write; the draft may run past their end.
 
     Returns:
         [B, K] int64 in ascending order; -1 at the end of rows that have fewer than K possible anchors.
@@ -108,23 +103,17 @@ def draw_anchors(
 
 def build_blocks(
     documents: Tensor,
-    anchors: Tensor,
+    anchors: Tensor,  # [B, K] of `draw_anchors`
     draft_length: int,
-    bidirectional: bool = False,
-    window: int | None = None,
-    shifted: bool = True,
+    bidirectional: bool = False,  # the slots of a block attend to each other in both directions
+    window: int | None = None,  # how many positions back real ones are attended to, one's own included; None for all
+    shifted: bool = True,  # the anchor's real position drafts the first token; else a block has d slots
 ) -> Blocks:
     """Positions and masks of the prefix-shared pass.
 
     Real positions attend causally inside their document. The slots of anchor n see the real positions of its
     document up to n, and the slots of their own block up to themselves, or all of them; nothing sees another
     block.
-
-    Args:
-        documents, anchors, draft_length: of `draw_anchors`, and the anchors [B, K] that it gave.
-        bidirectional: the slots of a block attend to each other in both directions.
-        window: how many positions back real positions are attended to, one's own included; None for all.
-        shifted: the anchor's real position drafts the first token; without, a block has d slots and drafts with these.
     """
     batch, count = anchors.shape
     slots, real = draft_length - int(shifted), documents.shape[1] - 1
@@ -169,15 +158,13 @@ def target_positions(anchors: Tensor, draft_length: int) -> Tensor:
 
 
 def labels_after(
-    ids: Tensor, documents: Tensor, rows: Tensor, positions: Tensor, loss_mask: Tensor | None = None
+    ids: Tensor,  # [B, T], as `documents`
+    documents: Tensor,
+    rows: Tensor,  # [N, 1] of 0..B-1
+    positions: Tensor,  # [N, d] of 0..T-1, as `target_positions` gives them
+    loss_mask: Tensor | None = None,  # as for `draw_anchors`; from the first token outside on there are no labels
 ) -> Tensor:
-    """Return the token after each position [N, d], `NO_LABEL` where its document ends there.
-
-    Args:
-        ids, documents: [B, T].
-        rows, positions: [N, 1] of 0..B-1, and [N, d] of 0..T-1, as `target_positions` gives them.
-        loss_mask: [B, T] bool as for `draw_anchors`; from the first token outside on there are no labels.
-    """
+    """Return the token after each position [N, d], `NO_LABEL` where its document ends there."""
     after = (positions + 1).clamp(max=ids.shape[1] - 1)
     inside = (after > positions) & (documents[rows, after] == documents[rows, positions])
     if loss_mask is not None:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 
-def chunked(block_losses: Callable[..., Tensor], hidden: Tensor, *goals: Tensor, chunk_size: int) -> Tensor:
+def chunked(
+    block_losses: Callable[..., Tensor],  # hidden [n, d, H] and goals [n, ...] to losses [n]
+    hidden: Tensor,  # [N, d, H]
+    *goals: Tensor,  # [N, ...] each
+    chunk_size: int,  # in blocks; 0 takes all in one ordinary pass, which also reaches weights
+) -> Tensor:
     """Return the sum of `block_losses(hidden, *goals)` over blocks, `chunk_size` blocks at a time.
 
     Each chunk's gradient is taken at once, while its logits [chunk, d, V] are at hand: memory over V is bounded by one
     chunk, and nothing is computed twice (the idea of Liger's fused linear cross-entropy). Gradients reach `hidden`
     only: weights used inside `block_losses`, such as the shared LM head, have to be frozen.
-
-    Args:
-        block_losses: hidden [n, d, H] and goals [n, ...] to losses [n].
-        hidden, goals: [N, d, H], and [N, ...] each.
-        chunk_size: blocks per chunk; 0 takes all in one ordinary pass, which also reaches weights.
     """
     if chunk_size <= 0:
         return block_losses(hidden, *goals).sum()

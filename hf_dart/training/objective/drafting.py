@@ -14,21 +14,17 @@ from hf_dart.training.objective.blocks import Blocks, build_blocks, target_posit
 def head_blocks(head: DartHead, inputs: dict[str, Any]) -> Blocks:
     """Positions and masks of the blocks of a batch (`documents` [B, T], `anchors` [B, K]), as its config asks."""
     config, both = head.config, head.config.block_attention == "bidirectional"
-    return build_blocks(
-        inputs["documents"], inputs["anchors"], config.draft_length, both, shifted=config.shift_logits
-    )
+    return build_blocks(inputs["documents"], inputs["anchors"], config.draft_length, both, shifted=config.shift_logits)
 
 
 def head_states(
-    head: DartHead, model: nn.Module, inputs: dict[str, Any], features: Tensor, embeddings: Tensor
+    head: DartHead,
+    model: nn.Module,  # the head, or what `accelerate` has made of it
+    inputs: dict[str, Any],  # `documents` [B, T] and `anchors` [B, K]
+    features: Tensor,  # [B, T, F] of the target
+    embeddings: Tensor,  # [B, T - 1, E] of the tokens after each position
 ) -> Tensor:
-    """Return the states [B, K, d, H] of the blocks of a batch, as `DartHead.propose` would give them there.
-
-    Args:
-        head, model: the head that drafts, and the same or what `accelerate` has made of it.
-        inputs: `documents` [B, T] and `anchors` [B, K].
-        features, embeddings: [B, T, F] of the target, and [B, T - 1, E] of the tokens after each position.
-    """
+    """Return the states [B, K, d, H] of the blocks of a batch, as `DartHead.propose` would give them there."""
     blocks = head_blocks(head, inputs)
     states = model(
         features=features[:, :-1],

@@ -23,33 +23,22 @@ _CHOICES = {
 class Objective:
     """token_weight * weighted divergence + focal_weight * focal loss + chain_weight * chain loss, per block.
 
-    Args:
-        divergence: of a draft token from its target: "ce" (cross-entropy with the true token), "kl", "tv" (total
-            variation), "lk" (from KL to total variation as the draft gets better).
-        ce_share: share of the cross-entropy in the divergence, in [0, 1]; the other is the divergence's own.
-        position_weights: "uniform" or "exponential", which sum to 1, or "dpace", whose weighted divergences are
-            averaged.
-        gamma: of exponential weights, in (0, 1].
-        dpace_alpha: smoothing of the D-PACE weights, in [0, 1].
-        lk_eta: how fast "lk" leaves KL for total variation.
-        token_weight, focal_weight, chain_weight: of the three parts, 0 or more; that of the chain's linear form is
-            per expected token.
-        chain_form: "linear" or "log", as for `losses.chain_loss`.
-
     Raises:
         ValueError: a field is out of range.
     """
 
+    # Of a draft token from its target: "ce" (cross-entropy with the true token), "kl", "tv" (total variation), "lk"
+    # (from KL to total variation as the draft gets better).
     divergence: str = "kl"
-    ce_share: float = 0.0
-    position_weights: str = "exponential"
-    gamma: float = 0.6
-    dpace_alpha: float = 0.5
-    lk_eta: float = 3.0
+    ce_share: float = 0.0  # of the cross-entropy in the divergence, in [0, 1]
+    position_weights: str = "exponential"  # or "uniform", which sum to 1, or "dpace", whose sum is divided by d
+    gamma: float = 0.6  # of exponential weights, in (0, 1]
+    dpace_alpha: float = 0.5  # smoothing of the D-PACE weights, in [0, 1]
+    lk_eta: float = 3.0  # how fast "lk" leaves KL for total variation
     token_weight: float = 1.0
     focal_weight: float = 0.0
-    chain_weight: float = 0.0
-    chain_form: str = "linear"
+    chain_weight: float = 0.0  # of the linear form, per expected token
+    chain_form: str = "linear"  # or "log", as for `losses.chain_loss`
 
     def __post_init__(self) -> None:
         check_fields(self, choices=_CHOICES, shares=("ce_share", "dpace_alpha"))

@@ -65,11 +65,7 @@ def _conversations(documents: Any, encoder: Encoder) -> Iterator[tuple[list[Mess
 
 
 def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write down how the text in a folder is made (and `about` it: versions, the head), or check that it was made so.
-
-    Raises:
-        ValueError: the folder was begun with other settings, or nothing says with which.
-    """
+    """Write down how text in a folder is made (and `about` it: versions, the head), or check that it was made so."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.json"
     settings = json.loads(json.dumps(settings))
@@ -99,25 +95,18 @@ def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tu
 
 
 def regenerate(
-    sources: list[tuple[Any, Encoder]],
+    sources: list[tuple[Any, Encoder]],  # of `open_sources`
     model: PreTrainedModel,
     head: Any,
     settings: RegenerateSettings,
-    folder: Path,
+    folder: Path,  # as `begin` leaves it
     *,
-    shard: tuple[int, int] = (1, 1),
-    seats: int = 32,
-    rows: int | None = None,
-    minutes: float = math.inf,
+    shard: tuple[int, int] = (1, 1),  # its number i, from 1 on, and n; all shards together hold the rows of (1, 1)
+    seats: int = 32,  # rows that are written at a time
+    rows: int | None = None,  # of all shards together, the first so many; None for all
+    minutes: float = math.inf,  # after which no more rows are begun
 ) -> Iterator[dict[str, Any]]:
     """Write one shard of the rows, every n-th, to a file of its own; what is there stays, and the rest is added.
-
-    Args:
-        sources, folder: as `open_sources` gives them and `begin` leaves it.
-        shard: its number i, from 1 on, and n. The shards of a folder, or of several, together hold the rows of (1, 1).
-        seats: rows that are written at a time.
-        rows: of all shards together, the first so many; None for all.
-        minutes: after which no more rows are begun.
 
     Yields:
         Each record (`Writer.record`), which is in the file by then.

@@ -126,16 +126,16 @@ class EditTrainer(DartTrainer):
         return loss + super().draft_loss(self._edited(drafts))
 
 
-def coupled_draft(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, generator: torch.Generator) -> Tensor:
+def coupled_draft(
+    draft_logits: Tensor,  # [n, m, V], as the target's
+    target_logits: Tensor,
+    labels: Tensor,  # [n, m] what the target took; where there is none, the result means nothing
+    generator: torch.Generator,  # on the device of the logits
+) -> Tensor:
     """Draft tokens [n, m] sampled with the noise of the target's own sampling, given which tokens that gave.
 
     The target takes argmax p / E, E ~ Exp(1). Given that it took y: E_y = p_y E', and every other E_v is p_v E' more
     than an Exp(1) variable, with one E' ~ Exp(1); min_v E_v / p_v = E' does not depend on y.
-
-    Args:
-        draft_logits, target_logits: [n, m, V].
-        labels: [n, m] what the target took; where there is none, the result means nothing.
-        generator: on the device of the logits.
     """
     target = log_probabilities(target_logits).exp()
     own = torch.empty_like(target[..., :1]).exponential_(generator=generator)

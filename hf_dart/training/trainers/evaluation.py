@@ -28,16 +28,13 @@ _NEVER = -1e30  # logit of a token that is never drafted
 
 
 def count_drafts(
-    draft_logits: Tensor, target_logits: Tensor, labels: Tensor,
-    drafted: Tensor | None = None, chosen: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Count the draft tokens of each block that the target would accept, for `draft_figures`: [n, 4 + 2 d].
-
-    Args:
-        draft_logits, target_logits: [n, d, V].
-        labels: [n, d].
-        drafted, chosen: [n, d] tokens of the chains and of the target; None takes the likeliest by the logits.
-    """
+    draft_logits: Tensor,  # [n, d, V], as the target's
+    target_logits: Tensor,
+    labels: Tensor,  # [n, d]
+    drafted: Tensor | None = None,  # [n, d] tokens of the chains; None takes the likeliest
+    chosen: Tensor | None = None,  # [n, d] tokens of the target, likewise
+) -> Tensor:
+    """Count the draft tokens of each block that the target would accept, for `draft_figures`: [n, 4 + 2 d]."""
     chosen = target_logits.argmax(-1) if chosen is None else chosen
     right = (draft_logits.argmax(-1) if drafted is None else drafted) == chosen
     accepted = right.cummin(-1).values  # [n, d]
@@ -48,16 +45,13 @@ def count_drafts(
     return torch.cat([torch.stack(scalars, dim=-1), watched, watched & right], dim=-1)
 
 
-def draft_figures(counts: np.ndarray) -> dict[str, float]:
+def draft_figures(counts: np.ndarray) -> dict[str, float]:  # [4 + 2 d] of `count_drafts`, summed over the blocks
     """Return the quality of drafts, each a chain of its likeliest tokens, as far as any block says something about it.
 
     Exact on rows that the target wrote itself: greedily for the greedy figures, at temperature 1 for `tau_sampled`.
     On other text a block says nothing about greedy decoding after the first token that the target would not have
     chosen; it counts up to there (Kaplan and Meier's estimate of survival). A selector counts in the greedy figures,
     not in `tau_sampled`.
-
-    Args:
-        counts: [4 + 2 d] of `count_drafts`, summed over the blocks.
 
     Returns:
         `tau` (greedy) and `tau_sampled` (draft and target with one noise): tokens committed per target forward,

@@ -41,20 +41,18 @@ class Teacher:
         self._picks: dict[bool, bool] = {}
 
     @torch.no_grad()
-    def text(self, ids: Tensor, documents: Tensor, places: Tensor, everything: bool) -> tuple[Tensor, Goals]:
+    def text(
+        self,
+        ids: Tensor,  # [B, T], as `documents`
+        documents: Tensor,
+        places: Tensor,  # [U] of `Goals`
+        everything: bool,  # also say what the tokens outside of the draft vocabulary have
+    ) -> tuple[Tensor, Goals]:
         """Features [B, T, F] of packed rows of text, and the target's distributions after some tokens.
 
         Padding comes after the documents, where causal attention does not look: it needs no mask. Documents of one row
         are kept apart by positions that begin again at 0, which transformers turns into the mask of every kind of
-        layer.
-
-        Args:
-            ids, documents: [B, T].
-            places: [U] of `Goals`.
-            everything: also say what the tokens outside of the draft vocabulary have (`Goals.others`, `Goals.best`).
-
-        Raises:
-            ValueError: rows hold several documents and this target does not keep them apart.
+        layer; targets that do not keep them apart are refused.
         """
         packed = bool((documents > 0).any())
         if packed and not self._packing_checked:
@@ -79,15 +77,10 @@ class Teacher:
     def images(
         self, ids: Tensor, beside: dict[str, Tensor], places: Tensor, everything: bool
     ) -> tuple[Tensor, Goals, Tensor]:
-        """Features [B, T, F] and distributions of rows of one document each, with images or sounds.
+        """Features [B, T, F] and distributions of rows of one document each, with images or sounds (`collate`).
 
-        Args:
-            ids, places, everything: as for `text`.
-            beside: what else the target is given (`collate`).
-
-        Returns:
-            Features, distributions, and what the drafter reads of each token: the embeddings [B, T, E] with those of
-            images in their places where it reads as the target does, else ids [B, T].
+        And what the drafter reads of each token: the embeddings [B, T, E] with those of images in their places where
+        it reads as the target does, else ids [B, T].
         """
         dtype = self.target.dtype
         seen = {name: value.to(dtype) if value.is_floating_point() else value for name, value in beside.items()}

@@ -127,9 +127,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Add to a batch what is random about it: `anchors` [B, K], the places of its blocks, and a `seed` of noise.
 
-        Args:
-            inputs: the stacked rows: `input_ids`, `documents` [B, T], perhaps `loss_mask` [B, T] and `beside`.
-            generator: of all random numbers; a resumed run gets the same.
+        `inputs` are the stacked rows: `input_ids`, `documents` [B, T], perhaps `loss_mask` [B, T] and `beside`. A
+        resumed run gets the same generator.
 
         Returns:
             Number of blocks that its loss will be a sum over.
