@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import ne
 from random import Random
 from typing import Any
 
@@ -171,41 +172,28 @@ def test_the_returned_cache_is_stocks(
 
 
 @pytest.mark.parametrize("tokens", [30, 600])
-def test_buffers_grow_no_larger_than_the_call(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_grow_no_larger_than_the_call(tokens: int, noted: Any) -> None:
     """Text and one tree; no more, however the last rounds fall."""
-    sizes = []
-    reserve = SlotStore.reserve
-
-    def noted(self: SlotStore, end: int) -> None:
-        before = self.capacity
-        reserve(self, end)
-        sizes.append((before, self.capacity))
-
     target = attach(tiny_target("llama", max_position_embeddings=1024))
     inputs = prompts([60])
     options = {"do_sample": False, "max_new_tokens": tokens}
     drafter = replay(target, inputs, misses=[0.0], draft_length=12, **options)
-    monkeypatch.setattr(SlotStore, "reserve", noted)
+    before = noted(SlotStore, "reserve", lambda store, _: store.capacity)
+    after = noted(SlotStore, "reserve", lambda _, store, end: store.capacity, result=True)
     assert_identical(target, drafter, inputs, **options)
-    assert max(after for _, after in sizes) <= 60 + tokens + drafter.tree_config.nodes
-    assert sum(before != after for before, after in sizes) == (tokens > 512)
+    assert max(after) <= 60 + tokens + drafter.tree_config.nodes
+    assert sum(map(ne, before, after)) == (tokens > 512)
 
 
 @pytest.mark.parametrize("keep", [False, True])
-def test_the_prefill_is_freed_layer_by_layer(keep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_prefill_is_freed_layer_by_layer(keep: bool, noted: Any) -> None:
     """Without a caller who wants the cache, keys and values are held once, and those of one layer twice at a time."""
     cache = prefill(tiny_target("gemma3"), prompts([12]))
-    left, take_over = [], SlotStore.take_over
 
     def held() -> list[int]:
         return [layer.keys.numel() + layer.values.numel() for layer in cache.layers]
 
-    def note(*given: Any) -> None:
-        left.append(sum(held()))
-        take_over(*given)
-
-    before = held()
-    monkeypatch.setattr(SlotStore, "take_over", note)
+    before, left = held(), noted(SlotStore, "take_over", lambda *_: sum(held()))
     TargetCache(cache, [0], 20, keep)
     assert left[::2] == [sum(before if keep else before[place:]) for place in range(len(before))]
     assert held() == (before if keep else [0] * len(before))
@@ -213,17 +201,13 @@ def test_the_prefill_is_freed_layer_by_layer(keep: bool, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("lengths", [[7], [9, 3, 60]])
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral", marks=pytest.mark.matrix)])
-def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sliding_layers_keep_their_window(
+    family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch, noted: Any
+) -> None:
     """Long texts, whole and broken off; the cache that comes back is stock's."""
     monkeypatch.setattr(slot_cache, "SLACK", 2 * (MAX_DRAFT_LENGTH + 1))
     monkeypatch.setattr(slot_cache, "SPARE", 24)
-    made: list[Any] = []
-
-    def noted(*args: Any, **kwargs: Any) -> TargetCache:
-        made.append(TargetCache(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(feed, "TargetCache", noted)
+    made = noted(feed, "TargetCache", lambda cache, *_, **__: cache, result=True)
     target = attach(tiny_target(family))
     inputs = prompts(lengths)
     options = {"do_sample": False, "max_new_tokens": 220}

@@ -7,6 +7,7 @@ import gc
 import pickle
 import re
 import warnings
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
@@ -17,6 +18,7 @@ from support.cases import batch
 from support.compare import assert_identical
 from support.engines import compiled_pair, engine
 from support.tiny import prompts, tiny_target
+from torch import Tensor, nn
 
 import hf_dart
 from hf_dart import TreeConfig
@@ -63,54 +65,55 @@ def test_the_prompt_is_held_once(pair: Trio, noted: Any) -> None:
     assert set(held) == {0}
 
 
-def test_weights_that_change(pair: Trio) -> None:
-    """In place they are the same weights elsewhere in time; replaced, everything is made again."""
-    target, head, made = pair
-    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-    before = made.tiers
-    with torch.no_grad():
-        target.model.norm.weight.mul_(-1)
-    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-    assert made.tiers == before
-    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().flip(0))
-    # What the head has made of its own weights and of those that it borrows, graphs hold as it was.
-    for weight in (None, target.lm_head.weight, next(head.parameters())):
-        if weight is not None:
-            with torch.no_grad():
-                weight.mul_(1.5)
-        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-        assert made.tiers != before
-        before = made.tiers
+class Counts(nn.Sequential):
+    """A module that counts its calls: it does not change by them."""
 
-
-class Counts(torch.nn.Sequential):
     seen = 0
 
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
+    def forward(self, states: Tensor) -> Tensor:
         self.seen += 1
         return super().forward(states)
 
 
-def test_code_that_changes(pair: Trio) -> None:
-    """Graphs run what was there when they were captured; a module that counts its calls does not change."""
+@torch.no_grad()
+def write(weight: Tensor) -> None:
+    weight.mul_(1.5)
+
+
+def scale(part: Any) -> None:
+    forward = part.forward
+    part.forward = lambda states: 2 * forward(states)
+
+
+# What happens to a target and a head, and whether everything is made again. What the head has made of its own weights
+# and of those that it borrows, graphs hold as it was.
+CHANGES: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
+    "a weight in place": (lambda target, head: write(target.model.norm.weight), False),
+    "another weight": (
+        lambda target, head: setattr(target.lm_head, "weight", nn.Parameter(target.lm_head.weight.detach().flip(0))),
+        True,
+    ),
+    "a weight that the head borrows": (lambda target, head: write(target.lm_head.weight), True),
+    "a weight of the head": (lambda target, head: write(next(head.parameters())), True),
+    "a function": (lambda target, head: setattr(target.model.layers[0].mlp, "act_fn", nn.Tanh()), True),
+    "code": (lambda target, head: scale(target.model.layers[0].mlp), True),
+    "a module": (lambda target, head: setattr(target.model, "norm", Counts(target.model.norm).eval()), True),
+    # transformers' own hooks stay from here on
+    "hidden states": (lambda target, head: target(**prompts([7]), output_hidden_states=True), False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_makes_parts_again(pair: Trio, change: str) -> None:
     target, head, made = pair
-    mlp = target.model.layers[0].mlp
-    forward = mlp.forward
-    for change in (
-        lambda: setattr(mlp, "act_fn", torch.nn.Tanh()),
-        lambda: setattr(mlp, "forward", lambda states, by=2: forward(states) * by),
-        lambda: setattr(mlp, "forward", lambda states, by=3: forward(states) * by),
-    ):
-        assert_identical(target, head, prompts([7]), **GREEDY)
-        before = made.tiers
-        change()
-        assert_identical(target, head, prompts([7]), **GREEDY)
-        assert made.tiers != before
-    target.model.layers[0].mlp = Counts(mlp).eval()
-    assert_identical(target, head, prompts([7]), **GREEDY)
+    act, again = CHANGES[change]
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
     before = made.tiers
-    assert_identical(target, head, prompts([7]), **GREEDY)
-    assert made.tiers == before
+    act(target, head)
+    for _ in range(2):
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+        assert (made.tiers != before) == again
+        before, again = made.tiers, False
 
 
 def test_what_is_kept(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,11 +129,8 @@ def test_what_is_kept(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_hooks_and_autocast(pair: Trio) -> None:
     target, head, made = pair
-    assert_identical(target, head, prompts([7]), return_dict_in_generate=True, output_hidden_states=False, **GREEDY)
-    before = made.tiers
-    target(**prompts([7]), output_hidden_states=True)  # transformers' own hooks stay from here on
     target.generate(**prompts([7]), assistant=head, **GREEDY)
-    assert made.tiers == before
+    before = made.tiers
     handle = target.model.layers[0].register_forward_hook(lambda layer, inputs, output: output * 2)
     with pytest.warns(UserWarning, match="forward hooks"):
         assert_identical(target, head, prompts([7]), **GREEDY)
@@ -177,7 +177,7 @@ def test_progress_and_mistakes(pair: Trio) -> None:
     assert begun == "hf_dart: preparing forwards of 16 nodes for 1 row(s) of up to 32 tokens"
     assert re.fullmatch(r"hf_dart: prepared in \d+ s, for all such calls of this process", done)
     with pytest.raises(TypeError, match="not Linear"):
-        hf_dart.compile(target, torch.nn.Linear(1, 1))
+        hf_dart.compile(target, nn.Linear(1, 1))
     with pytest.raises(ValueError, match="first_tier is 3"):
         engine(target, head, first_tier=3)
     with pytest.raises(ValueError, match="made for"):

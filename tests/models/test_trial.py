@@ -154,12 +154,9 @@ def test_nothing_is_changed() -> None:
 
 
 @pytest.fixture
-def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def tried(noted: Any) -> list[int]:
     """Lengths of the texts that trials run on."""
-    lengths: list[int] = []
-    run = probe._Trial.run
-    monkeypatch.setattr(probe._Trial, "run", lambda self, *given: (lengths.append(given[0]), run(self, *given)))
-    return lengths
+    return noted(probe._Trial, "run", lambda _, length, deepest: length)
 
 
 def test_long_windows_are_tried_by_the_call_that_reaches_them(
