@@ -78,13 +78,6 @@ def known_to_stock(target: Any) -> Any:
     return target
 
 
-@torch.no_grad()
-def text_and_states(target: Any) -> tuple[Tensor, Tensor]:
-    """A text [1, 9], and the target's last hidden states [1, 8, H] in front of its tokens from the second on."""
-    ids = prompts([9])["input_ids"]
-    return ids, target(ids, output_hidden_states=True).hidden_states[-1][:, :8]
-
-
 WRITTEN: dict[str, tuple[str, list[str], str]] = {
     "qwen3_next": ("mtp.", ["fc", "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden"], "token first"),
     "mimo": ("model.mtp_layers.0.", ["input_proj", "final_layernorm", "token_layernorm", "hidden_layernorm"], ""),
@@ -102,8 +95,8 @@ def test_the_modules_of(folders: Any, family: str) -> None:
     assert isinstance(drafter, MtpDrafter)
     module = drafter.module
     assert all(torch.equal(module.state_dict()[name], weight) for name, weight in weights.items())
-    ids, states = text_and_states(target)
-    files = load_file(folder / "model.safetensors")
+    ids = prompts([9])["input_ids"]
+    states, files = features_of(target, drafter.feature_layers, ids), load_file(folder / "model.safetensors")
 
     def norm(x: Tensor, name: str) -> Tensor:
         scale = files[f"{prefix}{name}.weight"] + (family == "qwen3_next")
@@ -138,7 +131,8 @@ def test_a_head_of_speculators(folders: Any, tmp_path: Path) -> None:
     config["transformer_layer_config"] = target.config.to_diff_dict()
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs, mimos = load_drafter(str(tmp_path), target=target), load_drafter(str(folder), target=target)
-    ids, states = text_and_states(target)
+    ids = prompts([9])["input_ids"]
+    states = features_of(target, theirs.feature_layers, ids)
     found = [one.read_last(one.begin(1, 4), states, ids[:, 1:], torch.tensor([8])) for one in (theirs, mimos)]
     assert torch.allclose(*found)
     # Of another target than a Qwen2, whose own config names no module.

@@ -53,13 +53,12 @@ def copied(target: Any, folder: Path) -> None:
 
 def original(target: Any, folder: Path) -> None:
     config = original_config(target)
-    tensors = original_tensors(config)
-    save(folder, config, {name: x.half() if x.is_floating_point() else x for name, x in tensors.items()})
+    save(folder, config, original_tensors(config), dtype=torch.half)
 
 
 def published(target: Any, folder: Path) -> None:
     config = dflash_config(target)
-    save(folder, config, {name: tensor.half() for name, tensor in dflash_tensors(config).items()})
+    save(folder, config, dflash_tensors(config), dtype=torch.half)
 
 
 @pytest.mark.parametrize("form", [plain, adapter, copied, original, published])

@@ -86,8 +86,12 @@ def reordered(tensors: dict[str, Tensor], *per_token: str) -> dict[str, Tensor]:
     return {**tensors, **{name: tensors[name][order] for name in per_token}, "d2t": tokens - torch.arange(len(order))}
 
 
-def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False) -> str:
+def save(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False,
+    dtype: torch.dtype | None = None,
+) -> str:  # fmt: skip
     """Write config.json and weights, as safetensors or as `pytorch_model.bin`."""
+    tensors = {name: x.to(dtype) if dtype and x.is_floating_point() else x for name, x in tensors.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf8")
     if pickled:

@@ -190,10 +190,9 @@ def variant(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.flo
         style, changes, *options = {**VARIANTS, **PEAGLE}[name]
         config = eagle3_config(target, style, **changes)
         tensors = eagle3_tensors(config, **dict(*options))
-    made = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     if name == "original, head_dim from the shapes":
         config["head_dim"] = 16
-    return save(folder, config, made, pickled=name in ("original", "EAGLE-1"))
+    return save(folder, config, tensors, pickled=name in ("original", "EAGLE-1"), dtype=dtype)
 
 
 def joined_tensors(config: dict[str, Any], target: Any) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dart.interop.eagle3 import _LAYER_FIELDS
 from support.checkpoints import draft_vocabulary, save, speculators_fields
 from support.eagle3 import SPECULATORS
 from support.guests import dflash_config, dflash_tensors
@@ -77,11 +78,6 @@ _NAMES = {
     "dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel",
     "domino": "DominoDraftModel",
 }  # fmt: skip
-_LAYER = (
-    "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
-    "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps",
-    "rope_theta", "sliding_window", "use_sliding_window", "vocab_size",
-)  # fmt: skip
 
 
 def relative_config(target: Any, name: str) -> dict[str, Any]:
@@ -160,11 +156,10 @@ def relative(
     """A checkpoint of one of `VARIANTS`, with a `change` of its tensors."""
     config = relative_config(target, name)
     tensors = change(relative_tensors(config, name))
-    saved = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     if VARIANTS[name][0] == SPECULATORS:
-        layer = {field: config.pop(field) for field in _LAYER if field in config}
+        layer = {field: config.pop(field) for field in _LAYER_FIELDS if field in config}
         config["transformer_layer_config"] = {**layer, "model_type": config.pop("model_type")}
-    return save(folder, config, saved)
+    return save(folder, config, tensors, dtype=dtype)
 
 
 def pair_score(weights: dict[str, Tensor], hidden: Tensor, previous: int, token: int) -> Tensor:
