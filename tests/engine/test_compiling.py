@@ -57,23 +57,6 @@ def test_tiers_do_not_add_up_to_dynamos_limit() -> None:
     assert counters["stats"]["unique_graphs"] == parts(made)
 
 
-@pytest.mark.matrix
-@pytest.mark.filterwarnings("default:This call runs uncompiled")
-def test_a_part_that_is_compiled_too_often() -> None:
-    """Dynamo guards on more than tensors; where it gives up in the middle of a text, rounds go on uncompiled."""
-    target, head, made = compiled("llama", "eager")
-    threads = torch.get_num_threads()
-    with torch._dynamo.config.patch(recompile_limit=1):
-        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-        torch.set_num_threads(threads + 1)  # Dynamo compiles again for that
-        try:
-            with pytest.warns(UserWarning, match="it failed .*FailOnRecompileLimitHit"):
-                assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-        finally:
-            torch.set_num_threads(threads)
-    assert made.tiers == [None]
-
-
 WIDE = {"block_attention": "bidirectional", "num_layers": 2}
 
 
