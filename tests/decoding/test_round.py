@@ -23,15 +23,14 @@ MOST = 20
 """Files that a round enters; it goes down when one is merged into another."""
 
 
-@pytest.fixture
-def entered(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
-    """Of each round that is run while the test does, the files of the library whose functions it calls."""
-    rounds: list[set[str]] = []
+def test_the_files_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sampled, on a CPU, in the middle of a call: the links of the numbered list in "Where to start reading"."""
+    entered: list[set[str]] = []  # of each round, the files of the library whose functions it calls
     one_round = api.one_round
 
     def traced(session: Session) -> None:
         found: set[str] = set()
-        rounds.append(found)
+        entered.append(found)
 
         def called(frame: FrameType, event: str, argument: Any) -> None:
             path = Path(frame.f_code.co_filename)
@@ -46,11 +45,6 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
             sys.setprofile(before)
 
     monkeypatch.setattr(api, "one_round", traced)
-    return rounds
-
-
-def test_the_files_of_a_round(entered: list[set[str]]) -> None:
-    """Sampled, on a CPU, in the middle of a call: the links of the numbered list in "Where to start reading"."""
     pair = load_pair()
     ids = pair.tokenizer("def read(path):\n", return_tensors="pt")["input_ids"]
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=16)}

@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, scores_alone
+from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, all_known, scores_alone
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.walk import MAX_LEAD, NoiseStream
 
@@ -54,6 +54,19 @@ def test_what_may_run_on_all_nodes() -> None:
             return super().__call__(input_ids, scores) * input_ids.shape[1]
 
     assert not scores_alone(LogitsProcessorList([Warmer(0.5)]))
+
+
+def test_additive_penalties_count_what_was_written() -> None:
+    """Tokens of the text count, none of the prompt: presence once, frequency as often as it is there."""
+    text = torch.tensor([[1, 1, 2, 3, 3, 3], [4, 4, 4, 4, 0, 1]])
+    scores, processor = torch.randn(2, 5, dtype=torch.float64), AdditivePenaltyLogitsProcessor(2, 0.5, 0.25)
+    found = processor(text, scores)
+    expected = scores.clone()
+    for row, counts in enumerate(({2: 1, 3: 3}, {4: 2, 0: 1, 1: 1})):
+        for token, count in counts.items():
+            expected[row, token] -= 0.5 + 0.25 * count
+    assert torch.equal(found, expected)
+    assert all_known(LogitsProcessorList([processor]))
 
 
 @pytest.mark.parametrize("part", ["logits_processor", "stopping_criteria"])
