@@ -110,16 +110,12 @@ def best_size(copies: Sequence[Copies], weights: Sequence[float], cost: RoundCos
     The tokens are those expected to bring the batch on: 1 in every round, and each node's by the weight of its row.
     """
     most = min(max(map(len, copies)), len(cost.verify) - 1)
-    expected, levels = np.zeros(most + 1), np.zeros(most + 1)
-    expected[0] = 1.0
+    gains, levels = np.zeros(most), np.zeros(most)
     for weight, one in zip(weights, copies, strict=True):
         size = min(len(one), most)
-        expected[1 : size + 1] += weight * np.exp(one.totals[:size])
-        levels[1 : size + 1] = np.maximum(levels[1 : size + 1], one.depths[:size])
-    expected, levels = expected.cumsum(), np.maximum.accumulate(levels)
-    costs = cost.of_each(most + 1) + cost.level * levels
-    size = most - int((expected / costs)[::-1].argmax())  # the largest of the best
-    return size, float(expected[size]), float(costs[size])
+        gains[:size] += weight * np.exp(one.totals[:size])
+        levels[:size] = np.maximum(levels[:size], one.depths[:size])
+    return cost.best_size(gains, np.maximum.accumulate(levels))
 
 
 @dataclass(frozen=True)

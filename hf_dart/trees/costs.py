@@ -44,9 +44,19 @@ class RoundCost:
         """Cost of a round that verifies trees of `nodes` nodes on `levels` levels below the root."""
         return self.draft + float(self.verify[nodes - 1]) + self.level * levels
 
-    def of_each(self, most: int) -> Array:
-        """Costs [`most`] of 1 to `most` nodes, at most N, without those of levels."""
-        return self.draft + self.verify[:most]
+    def best_size(self, gains: Array, levels: Array | int) -> tuple[int, float, float]:
+        """Return the number of nodes below each root at which a round brings most for its cost, its tokens and cost.
+
+        It brings 1 token, and `gains` [n] with one node more at a time, at most N - 1; trees that reach down to each of
+        these have so many `levels` [n], or all have as many.
+        """
+        expected = np.ones(len(gains) + 1)
+        expected[1:] += gains.cumsum()
+        costs = self.draft + self.verify[: len(expected)]
+        if self.level:
+            costs[1:] += self.level * levels
+        size = len(gains) - int((expected / costs)[::-1].argmax())  # the largest of the best
+        return size, float(expected[size]), float(costs[size])
 
 
 def interpolated(points: Sequence[tuple[float, float]], sizes: Any) -> Array:

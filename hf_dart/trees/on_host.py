@@ -158,15 +158,11 @@ def _best(
     scores = take(pool, chosen)
     gains = weights @ np.exp(scores)
     gains = gains[: np.count_nonzero(gains)]
-    size, rate = 1 + len(gains), 0.0
+    size, rate = len(gains), 0.0
     if cost is not None:
-        expected = 1.0 + np.concatenate([[0.0], gains.cumsum()])
-        costs = cost.of_each(len(expected))
-        costs[1:] += cost.level * levels
-        rates = expected / costs
-        size = len(rates) - int(rates[::-1].argmax())  # the largest of the best
-        rate = float(rates[size - 1])
-    return chosen[:, : size - 1], scores[:, : size - 1], rate
+        size, expected, spent = cost.best_size(gains, levels)
+        rate = expected / spent
+    return chosen[:, :size], scores[:, :size], rate
 
 
 def _depths(levels: list[_Level], candidates: Candidates) -> Array:
