@@ -63,6 +63,8 @@ def row_weights(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
 class PaceRecord:
     """Measurements of the rounds of one kind of calls; costs are relative, as those of `RoundCost`.
 
+    A new kind begins with what the latest one whose rounds cost the same has measured.
+
     Attributes:
         left, wait: rounds that are left of a pause, and rounds of the next one.
         gains: running means of the tokens that drafts and copies bring: weighted by rows, and to the slowest row.
@@ -97,7 +99,7 @@ class Pace:
         depth: int,  # tokens of a draft; 0 for a drafter of copied text alone, which is verified in every round
         timed: Collection[str] = (),  # costs in place of which measured ones are used (`timed_costs`)
         records: dict[Hashable, PaceRecord] | None = None,  # by kind, kept from call to call; None keeps nothing
-        kind: Hashable = None,  # of this call, which goes on where the last one of its kind ended
+        kind: tuple[Hashable, ...] = (),  # of calls: what costs depend on, and what else acceptance depends on
         together: bool = True,  # the rows are done when the slowest one is; else each counts for itself
     ) -> None:
         self._config, self._depth, self._timed, self._together = config, depth, timed, together
@@ -111,15 +113,18 @@ class Pace:
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copies] = ()
         self._alone = 0  # copied nodes that a round without a draft would verify
-        self._records, self._kind = records, (kind, depth, len(self._filled))
-        known = None if records is None else records.get(self._kind)
-        if known is not None:
-            self._record = copy.deepcopy(known)
-            self._read_corrections()
-            return
-        none, sizes = np.zeros(depth), np.zeros(len(self._filled))
-        self._record = PaceRecord(none, none, sizes + 1, sizes)
-        self._try()
+        kinds: dict[Any, PaceRecord] = records or {}
+        self._records, self._kind = records, ((*kind[:1], depth, len(self._filled)), kind[1:])
+        alike = (one for other, one in reversed(kinds.items()) if other[0] == self._kind[0])
+        known = copy.deepcopy(kinds.get(self._kind) or next(alike, None))
+        if known is None or self._kind not in kinds:
+            none, sizes = np.zeros(depth), np.zeros(len(self._filled))
+            like = known or PaceRecord(none, none, sizes + 1, sizes)
+            self._record = PaceRecord(none, none, like.correction, like.timed, draft_costs=like.draft_costs)
+            self._try(None if known is None else known.chances)
+        else:
+            self._record = known
+        self._read_corrections()
 
     @staticmethod
     def timed_costs(config: TreeConfig, device_type: str) -> frozenset[str]:
@@ -180,8 +185,10 @@ class Pace:
         cost = self._cost_of_drafting()
         rows = zip(weights, copies, deepest, strict=True)
         added = sum(weight * self._expected(one, most) for weight, one, most in rows if weight)
-        # The first drafts of a process take longer than others.
-        unknown = "draft_cost" in self._timed and len(record.draft_costs) < _TIMED_DRAFTS
+        # The first drafts of a process take longer than others; what adds little is not timed that often.
+        costs = record.draft_costs
+        unknown = "draft_cost" in self._timed and len(costs) < _TIMED_DRAFTS and not record.pauses
+        unknown &= len(costs) < _TIMED_DRAFTS // 3 or added >= min(1.0, *costs)
         trial = (unknown or not record.rounds) and not likely
         drafted = trial or added >= cost * tokens / self._copies_cost
         if not (drafted or likely) and sum(weights) * record.chances.sum() < cost:  # drafts pay in no other rounds
@@ -278,14 +285,14 @@ class Pace:
         step = np.minimum(weight / record.counts[here], 1)
         record.chances[here] += ((depths <= accepted) - record.chances[here]) * step
 
-    def _try(self) -> None:
-        """Begin to draft, at first or after a pause, as if nothing were known of the drafts."""
+    def _try(self, chances: Array | None = None) -> None:
+        """Begin to draft, at first or after a pause, as other calls were drafted, or as if nothing were known."""
         record = self._record
         record.rounds, record.added = 0, 0.0
-        record.chances = _PRIOR ** np.arange(1, self._depth + 1)
+        record.chances = _PRIOR ** np.arange(1, self._depth + 1) if chances is None else chances.copy()
         # After n rejected drafts, n * cost tokens are lost, and the estimate is down to prior * count / (count + n).
         prior, cost = float(record.chances.sum()), self._cost_of_drafting()
-        record.counts = np.full(self._depth, _TRIAL / max(prior - cost, prior / 4, 1e-9))
+        record.counts = np.full(self._depth, min(_TRIAL / max(prior - cost, prior / 4, 1e-9), _MEMORY))
 
     def fill_up(self, size_of: Callable[[int], int] | None) -> None:
         """Count rounds by the size that trees of so many nodes are filled up to; None: they are run as they are."""

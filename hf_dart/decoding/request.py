@@ -102,10 +102,10 @@ class Request:
         return bool(getattr(self.stock_cache, "_is_user_defined", False))
 
     @property
-    def kind(self) -> Hashable:
+    def kind(self) -> tuple[Hashable, ...]:
         """Key of the calls whose drafts are accepted about as often, as far as their arguments tell."""
         config = self.generation_config
-        return self.tree_config, len(self.input_ids), *(getattr(config, name) for name in _CHOOSING)
+        return (self.tree_config, len(self.input_ids)), *(getattr(config, name) for name in _CHOOSING)
 
     @property
     def returns_cache(self) -> bool:

@@ -126,6 +126,23 @@ def test_costs_of_drafts_are_known_before_a_trial_ends() -> None:
     assert drafted > 30
 
 
+def test_dear_drafts_that_add_nothing_are_soon_left_to_others() -> None:
+    """Neither do they end a trial by being timed often, nor are they tried as often by calls of another kind."""
+    records: dict[Any, PaceRecord] = {}
+    for kind, tries in (("a", 3), ("b", 1), ("c", 1)):
+        timed = ("draft_cost", "node_cost")
+        pace = pace_of(TreeConfig(), timed=timed, records=records, kind=("costs", kind))
+        drafted, spent = 0, dict.fromkeys(("draft", "verify"), 0.0)
+        for _ in range(40):
+            chosen, _ = pace.choose([NOTHING], [1.0], [DEPTH])
+            spent["verify"] += 1.0
+            spent["draft"] += 1.5 * chosen
+            drafted += chosen
+            pace.count(chosen, [[7]], [9], 5 if chosen else 1, DEPTH if chosen else 0, spent)
+        pace.finish(LookupDrafter())
+        assert drafted == tries, kind
+
+
 def test_weights_of_rows() -> None:
     weights = row_weights([30, 34, 90, 7], [9, 9, 9, 0])
     assert sum(weights) == pytest.approx(1)
@@ -252,7 +269,7 @@ def test_a_call_goes_on_where_the_last_of_its_kind_ended() -> None:
     for kept in (records, None):
         drafted: list[bool] = []
         for _ in range(12):
-            pace = pace_of(config, records=kept, kind="text")
+            pace = pace_of(config, records=kept, kind=("text",))
             drafted += rounds(pace, 8, [1], nodes=4)
             pace.finish(drafter)
         short.append(drafted)
@@ -261,16 +278,16 @@ def test_a_call_goes_on_where_the_last_of_its_kind_ended() -> None:
     assert sum(short[1]) > 2 * sum(one_call)
     (record,) = records.values()
     left = record.left
-    assert rounds(pace_of(config, records=records, kind="text"), 1, [1], nodes=4) == [False]
+    assert rounds(pace_of(config, records=records, kind=("text",)), 1, [1], nodes=4) == [False]
     assert record.left == left, "a call that breaks off leaves nothing"
-    assert rounds(pace_of(config, records=records, kind="code"), 1, [1], nodes=4) == [True]
+    assert rounds(pace_of(config, records=records, kind=("code",)), 1, [1], nodes=4) == [True]
     for other in range(200):
-        pace_of(config, records=records, kind=other).finish(drafter)
+        pace_of(config, records=records, kind=(other,)).finish(drafter)
     assert len(records) < 100
 
 
 def test_kinds_of_calls() -> None:
-    """A call learns from those that choose their tokens in the same way, and not from others."""
+    """A call goes on as those that choose their tokens in the same way, and tries for itself beside others."""
     target = tiny_target("llama")
     head = tiny_head(target)
     config = TreeConfig(draft_cost=9.0, node_cost=1e-4)
