@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from os import PathLike
 from typing import Any
 
@@ -321,8 +321,15 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
     kwargs["stop_strings"] = None  # a keyword overrides both configs
     criteria = kwargs.get("stopping_criteria") or []
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # one of the user's own replaces it
-        criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+        strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
+        criterion = _stop_criterion(tokenizer, len(tokenizer), strings, model.device)
         kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, criterion])
+
+
+@lru_cache(maxsize=8)
+def _stop_criterion(tokenizer: Any, size: int, stop_strings: tuple[str, ...], device: Any) -> StopStringCriteria:
+    """Make stock's criterion for a device, which spells out all `size` tokens and keeps no state of a call."""
+    return StopStringCriteria(stop_strings=list(stop_strings), tokenizer=tokenizer)
 
 
 def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:

@@ -212,6 +212,21 @@ def test_stop_strings_from_elsewhere(target: Any, head: DartHead, place: str) ->
         assert stock.sequences.shape[1] == 7 + 16
 
 
+def test_a_tokenizer_is_spelt_out_once(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock does so in every call, which takes seconds for a large vocabulary; new tokens make it another one."""
+    spelt: list[int] = []
+    own = StopStringCriteria.clean_tokenizer_vocab
+    counted = staticmethod(lambda *args, **more: spelt.append(1) or own(*args, **more))
+    monkeypatch.setattr(StopStringCriteria, "clean_tokenizer_vocab", counted)
+    tokenizer = copy.deepcopy(TOKENIZER)
+    for strings, times in (("ab", 1), (["ab"], 1), (["ab", "xyz"], 2), ("ab", 2)):
+        target.generate(**INPUTS, **GREEDY, stop_strings=strings, tokenizer=tokenizer, assistant=head)
+        assert len(spelt) == times
+    tokenizer.add_tokens(["<new>"])
+    target.generate(**INPUTS, **GREEDY, stop_strings="ab", tokenizer=tokenizer, assistant=head)
+    assert len(spelt) == 3
+
+
 def test_a_streamer_by_position(target: Any, head: DartHead) -> None:
     texts, shown, config = [], [], GenerationConfig(**GREEDY)
     for drafting in ({}, {"assistant": head}):
