@@ -22,6 +22,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from hf_dart.drafters.base import Proposal, pair_scores
 from hf_dart.drafters.dart.modeling import BigramSelector
 from hf_dart.drafters.dflash.modeling import BlockConvolution
 from hf_dart.drafters.layers import DartLayer, take
+from hf_dart.hub.machine import circumstances
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.objective import losses
 from hf_dart.training.objective.blocks import (
@@ -297,24 +299,37 @@ SELECTORS: dict[str, tuple[Callable[[BigramSelector, Tensor], Selector], bool]] 
 """By name: how it is made, and whether half of its blocks have noise."""
 
 _FIRST, _NOISY = list(SELECTORS)[:2]
-SUITES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What one row of a table trains, and where."""
+
+    network: str = ""
+    loss: str = "KL"
+    selectors: tuple[str, ...] = (_FIRST,)  # they learn beside the head, whose loss does not reach it
+    begun: float = 0.0  # share of the blocks that begin where a round would, after the tokens that another one accepted
+    rounds: bool = False  # measure at the anchors of rounds, one after the other, not at anchors that are spread
+
+
+SUITES: dict[str, dict[str, Variant]] = {
     "heads": {
-        "today": ("", "KL", (_FIRST,)),
-        "convolutions": ("convolutions", "KL", (_FIRST,)),
-        "adjacent injection": ("adjacent injection", "KL", (_FIRST,)),
-        "second layer": ("second layer", "KL", (_FIRST,)),
-        "0.1 CE + 0.9 TV": ("", "0.1 CE + 0.9 TV", (_FIRST,)),
-        "LK": ("", "LK", (_FIRST,)),
-        "coupled loss": ("", "coupled", (_FIRST,)),
-        "noisy ranking": ("", "noisy ranking", (_FIRST,)),
+        "today": Variant(),
+        "convolutions": Variant(network="convolutions"),
+        "adjacent injection": Variant(network="adjacent injection"),
+        "second layer": Variant(network="second layer"),
+        "0.1 CE + 0.9 TV": Variant(loss="0.1 CE + 0.9 TV"),
+        "LK": Variant(loss="LK"),
+        "coupled loss": Variant(loss="coupled"),
+        "noisy ranking": Variant(loss="noisy ranking"),
     },
-    "selectors": {"today": ("", "KL", tuple(SELECTORS))},
-    "together": {
-        "KL": ("", "KL", (_FIRST, _NOISY)),
-        "0.1 CE + 0.9 TV": ("", "0.1 CE + 0.9 TV", (_FIRST, _NOISY)),
+    "selectors": {"today": Variant(selectors=tuple(SELECTORS))},
+    "together": {name: Variant(loss=name, selectors=(_FIRST, _NOISY)) for name in ("KL", "0.1 CE + 0.9 TV")},
+    "anchors": {
+        name: Variant(loss="0.1 CE + 0.9 TV", begun=begun, rounds=True)
+        for name, begun in (("anywhere", 0.0), ("half where rounds begin", 0.5), ("all where rounds begin", 1.0))
     },
 }
-"""By table and name: network, loss, and the selectors that learn beside the head, whose loss does not reach it."""
 
 
 def selector_loss(
@@ -434,15 +449,29 @@ class Lab:
 
     @torch.no_grad()
     def measure(
-        self, head: DartHead, selectors: dict[str, Selector | None], top_k: int, modes: tuple[str, ...] = MODES
+        self,
+        head: DartHead,
+        selectors: dict[str, Selector | None],
+        top_k: int,
+        modes: tuple[str, ...] = MODES,
+        rounds: bool = False,
     ) -> dict[str, dict[str, Any]]:
-        """By mode and selector: τ of trees of 16 nodes, its standard error, and how often each depth is reached."""
+        """By mode and selector: τ of trees of 16 nodes, its standard error, and how often each depth is reached.
+
+        Of trees at 16 anchors of each row, or, with `rounds`, at those where rounds of that selector would begin.
+        """
         found: dict[str, dict[str, Any]] = {}
         for mode in modes:
             generator = torch.Generator().manual_seed(11)
             counts: dict[str, list[np.ndarray]] = {name: [] for name in selectors}
             for ids, features in zip(*(part.split(16) for part in self.held_out(mode)), strict=True):
-                for name, accepted in self._accepted(head, selectors, top_k, mode, ids, features, generator).items():
+                spread = torch.linspace(62, 119, 16).long().expand(len(ids), -1)
+                if rounds:
+                    for name, selector in selectors.items():
+                        counts[name] += self._rounds(head, selector, top_k, mode, ids, features, spread, generator)
+                    continue
+                found_here = self._accepted(head, selectors, top_k, mode, ids, features, spread, generator)
+                for name, accepted in found_here.items():
                     counts[name].append(accepted)
             for name, parts in counts.items():
                 accepted = np.concatenate(parts)
@@ -461,12 +490,11 @@ class Lab:
         mode: str,
         ids: Tensor,
         features: Tensor,
+        anchors: Tensor,
         generator: torch.Generator,
     ) -> dict[str, np.ndarray]:
-        """By selector, how many drafted tokens are right after each anchor of these rows."""
-        padding = ids == self.target.config.pad_token_id
-        anchors = torch.linspace(62, 119, 16).long().expand(len(ids), -1).clone()
-        whole = ~padding.gather(1, anchors + self.depth + 1)
+        """By selector, how many drafted tokens are right after each anchor [B, K] with d known tokens."""
+        whole = self._whole(ids, anchors)
         hidden = self.drafts(head, ids, torch.zeros_like(ids), features, anchors)[whole]
         rows, at = whole.nonzero()[:, :1], anchors[whole]
         places = target_positions(at, self.depth)
@@ -493,6 +521,31 @@ class Lab:
             found[name] = count
         return found
 
+    def _whole(self, ids: Tensor, anchors: Tensor) -> Tensor:
+        """Anchors [B, K] after which all d tokens of a draft are known, as bool."""
+        return ids.gather(1, anchors + self.depth + 1) != self.target.config.pad_token_id
+
+    def _rounds(
+        self,
+        head: DartHead,
+        selector: Selector | None,
+        top_k: int,
+        mode: str,
+        ids: Tensor,
+        features: Tensor,
+        spread: Tensor,
+        generator: torch.Generator,
+    ) -> list[np.ndarray]:
+        """How many drafted tokens are right in the rounds from the first anchor of `spread` to its last."""
+        anchors, found = spread[:, :1], []
+        while len(ids):
+            going = (anchors <= spread[:, -1:]) & self._whole(ids, anchors.clamp(max=int(spread.max())))
+            ids, features, anchors, spread = (part[going[:, 0]] for part in (ids, features, anchors, spread))
+            if len(ids):
+                found.append(self._accepted(head, {"": selector}, top_k, mode, ids, features, anchors, generator)[""])
+                anchors = anchors + 1 + torch.from_numpy(found[-1])[:, None]
+        return found
+
     @torch.no_grad()
     def cost(self, heads: dict[str, DartHead], repeats: int = 60) -> dict[str, float]:
         """What a draft of each head costs beside one of the first, by the time of one thread; medians, interleaved."""
@@ -512,10 +565,9 @@ class Lab:
 
     # ---- training -----------------------------------------------------------------------------------------------
 
-    def train(
-        self, head: DartHead, loss: Callable[..., Tensor], selectors: dict[str, tuple[Selector, bool]], seed: int
-    ) -> None:
+    def train(self, head: DartHead, variant: Variant, selectors: dict[str, tuple[Selector, bool]], seed: int) -> None:
         """Train a head, and selectors beside it, on the kept rows."""
+        loss = LOSSES[variant.loss]
         arguments = self.arguments
         ids, documents, features = self.rows()
         head.selector.requires_grad_(False)
@@ -532,6 +584,10 @@ class Lab:
             row_ids, of = ids[chosen], documents[chosen]
             states = torch.from_numpy(np.ascontiguousarray(features[chosen.numpy()])).view(torch.bfloat16).float()
             anchors = draw_anchors(of, arguments.anchors, self.depth, generator)
+            begun = round(variant.begun * arguments.anchors)
+            if begun:
+                chosen_blocks = torch.randperm(arguments.anchors, generator=generator)[:begun]
+                anchors[:, chosen_blocks] = self._next_rounds(head, row_ids, of, states, anchors[:, chosen_blocks])
             present = anchors >= 0
             with torch.autocast("cpu", torch.bfloat16, enabled=arguments.bf16):
                 hidden = self.drafts(head, row_ids, of, states, anchors)[present]
@@ -559,18 +615,37 @@ class Lab:
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def run(self, variant: tuple[str, str, tuple[str, ...]], seed: int) -> tuple[dict[str, Any], DartHead]:
+    @torch.no_grad()
+    def _next_rounds(self, head: DartHead, ids: Tensor, documents: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
+        """Anchors [B, K] of the rounds after those at `anchors` [B, K]; these themselves where a document ends.
+
+        Accepted is what is among the two best of its depth, as a tree of about 16 nodes has it.
+        """
+        best = head.logits(self.drafts(head, ids, documents, features, anchors)).topk(2).indices  # [B, K, d, 2]
+        at = anchors.clamp(min=0)
+        truth = (
+            ids[:, None]
+            .expand(-1, at.shape[1], -1)
+            .gather(2, (target_positions(at, self.depth) + 1).clamp(max=ids.shape[1] - 1))
+        )
+        count = (best == truth[..., None]).any(-1).cummin(-1).values.sum(-1)
+        after = at + 1 + count
+        last = (after + self.depth).clamp(max=ids.shape[1] - 1)
+        inside = (last == after + self.depth) & (documents.gather(1, last) == documents.gather(1, at)) & (anchors >= 0)
+        return torch.where(inside, after, anchors)
+
+    def run(self, variant: Variant, seed: int) -> tuple[dict[str, Any], DartHead]:
         """Train one variant; what was measured of it, by the candidates per depth, and the head."""
-        network, loss, names = variant
+        names = variant.selectors
         torch.manual_seed(seed)
-        head = NETWORKS[network](copy.deepcopy(self.start), self.arguments.head, self.target)
+        head = NETWORKS[variant.network](copy.deepcopy(self.start), self.arguments.head, self.target)
         embeddings = self.target.get_input_embeddings().weight.detach()
         selectors = {name: (SELECTORS[name][0](self.start.selector, embeddings), SELECTORS[name][1]) for name in names}
-        self.train(head, LOSSES[loss], selectors, seed)
+        self.train(head, variant, selectors, seed)
         asked: dict[str, Selector | None] = {"none": None} if len(names) == 1 else {}
         asked |= {name: selector for name, (selector, _) in selectors.items()}
         widths = (8,) if len(names) == 1 else (8, 24)
-        return {str(width): self.measure(head, asked, width) for width in widths}, head
+        return {str(width): self.measure(head, asked, width, rounds=variant.rounds) for width in widths}, head
 
 
 class _Asked:
@@ -623,7 +698,7 @@ def as_table(suite: str, results: dict[str, dict[str, Any]], costs: dict[str, fl
                 for mode in MODES:
                     taus = [run[width][mode][selector]["tau"] for run in measured]
                     tau = statistics.fmean(taus)
-                    against = first.setdefault(f"{mode} {selector}" if suite == "heads" else mode, tau)
+                    against = first.setdefault(f"{mode} {selector}" if suite in ("heads", "anchors") else mode, tau)
                     cells += [f"{tau:.3f}", "" if against == tau else f"{100 * (tau / against - 1):+.1f} %"]
                 reached = [
                     statistics.fmean(run[width][MODES[2]][selector]["reached"][k] for run in measured) for k in range(3)
@@ -673,6 +748,7 @@ def main() -> None:
     print(table)
     if arguments.json:
         content = {"suite": arguments.suite, "markdown": table, "results": ordered, "costs": costs}
+        content |= circumstances(["python", *sys.argv], torch.device("cpu"))
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
 
 
