@@ -27,7 +27,8 @@ from hf_dart.trees.costs import Array, RoundCost
 
 _PRIOR = 0.75  # a draft is assumed to be accepted up to depth k with probability _PRIOR**k
 _TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay
-_FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 1024, 4  # rounds of a pause; each one is longer by this factor
+# Rounds of a pause; each one is longer by a factor. A trial in 320 rounds costs less than a hundredth of their tokens.
+_FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 320, 4
 _LIKELY = 0.5  # tokens that copies are expected to bring where they may be what spares a draft
 _GAINS, _LEAST = 64, 0.01  # rounds over which gains are compared, and least gain that is told from none
 _MEMORY = 32  # drafts of a row, and rounds, over which running means reach
