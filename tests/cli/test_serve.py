@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,21 @@ def test_sigterm_lets_what_runs_be_answered(tmp_path: Path, monkeypatch: pytest.
         parts += stream
         assert parts[-1].choices[0].finish_reason == "length"
         assert process.wait(20) in (0, -signal.SIGTERM)
+
+
+def test_what_runs_past_the_grace_breaks_off() -> None:
+    options = ("--target", str(PACKAGED_TARGET), "--dtype", "float32", "--grace", "1")
+    with (
+        serving.command(*options) as (process, address),
+        openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
+    ):
+        stream = client.completions.create(model=PACKAGED_TARGET.name, **{**LONG, "max_tokens": 2000}, stream=True)
+        parts = [next(stream)]
+        process.send_signal(signal.SIGTERM)
+        with suppress(Exception):  # of the connection
+            parts += stream
+        assert process.wait(20) in (0, -signal.SIGTERM)
+        assert all(part.choices[0].finish_reason != "length" for part in parts)
 
 
 def test_a_template_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
