@@ -116,7 +116,8 @@ class Pace:
         self._alone = 0  # copied nodes that a round without a draft would verify
         kinds: dict[Any, PaceRecord] = records or {}
         self._records, self._kind = records, ((*kind[:1], depth, len(self._filled)), kind[1:])
-        alike = (one for other, one in reversed(kinds.items()) if other[0] == self._kind[0])
+        latest = reversed([*kinds.items()])  # at once: calls of other threads add theirs
+        alike = (one for other, one in latest if other[0] == self._kind[0])
         known = copy.deepcopy(kinds.get(self._kind) or next(alike, None))
         if known is None or self._kind not in kinds:
             none, sizes = np.zeros(depth), np.zeros(len(self._filled))
