@@ -328,7 +328,7 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
 
 @lru_cache(maxsize=8)
 def _stop_criterion(tokenizer: Any, size: int, stop_strings: tuple[str, ...], device: Any) -> StopStringCriteria:
-    """Make stock's criterion for a device, which spells out all `size` tokens and keeps no state of a call."""
+    """Make stock's criterion, which spells out all `size` tokens and keeps no state of a call; one for each device."""
     return StopStringCriteria(stop_strings=list(stop_strings), tokenizer=tokenizer)
 
 

@@ -114,18 +114,18 @@ class Pace:
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copies] = ()
         self._alone = 0  # copied nodes that a round without a draft would verify
+        self._prior = _PRIOR ** np.arange(1, depth + 1)
         kinds: dict[Any, PaceRecord] = records or {}
         self._records, self._kind = records, ((*kind[:1], depth, len(self._filled)), kind[1:])
-        latest = reversed([*kinds.items()])  # at once: calls of other threads add theirs
+        own, latest = kinds.get(self._kind), reversed([*kinds.items()])  # at once: calls of other threads add theirs
         alike = (one for other, one in latest if other[0] == self._kind[0])
-        known = copy.deepcopy(kinds.get(self._kind) or next(alike, None))
-        if known is None or self._kind not in kinds:
-            none, sizes = np.zeros(depth), np.zeros(len(self._filled))
-            like = known or PaceRecord(none, none, sizes + 1, sizes)
+        none, sizes = np.zeros(depth), np.zeros(len(self._filled))
+        new = PaceRecord(self._prior, none, sizes + 1, sizes)
+        self._record = copy.deepcopy(own or next(alike, new))
+        if own is None:
+            like = self._record
             self._record = PaceRecord(none, none, like.correction, like.timed, draft_costs=like.draft_costs)
-            self._try(None if known is None else known.chances)
-        else:
-            self._record = known
+            self._try(like.chances)
         self._read_corrections()
 
     @staticmethod
@@ -226,7 +226,7 @@ class Pace:
         if record.left:
             record.left -= 1
             if not record.left:
-                self._try()
+                self._try(self._prior)
         if not drafted:
             return
         rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
@@ -287,11 +287,10 @@ class Pace:
         step = np.minimum(weight / record.counts[here], 1)
         record.chances[here] += ((depths <= accepted) - record.chances[here]) * step
 
-    def _try(self, chances: Array | None = None) -> None:
-        """Begin to draft, at first or after a pause, as other calls were drafted, or as if nothing were known."""
+    def _try(self, chances: Array) -> None:
+        """Begin to draft, at first or after a pause, with chances [d] that little is known of."""
         record = self._record
-        record.rounds, record.added = 0, 0.0
-        record.chances = _PRIOR ** np.arange(1, self._depth + 1) if chances is None else chances.copy()
+        record.rounds, record.added, record.chances = 0, 0.0, chances.copy()
         # After n rejected drafts, n * cost tokens are lost, and the estimate is down to prior * count / (count + n).
         prior, cost = float(record.chances.sum()), self._cost_of_drafting()
         record.counts = np.full(self._depth, min(_TRIAL / max(prior - cost, prior / 4, 1e-9), _MEMORY))

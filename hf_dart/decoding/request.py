@@ -103,7 +103,7 @@ class Request:
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """Key of the calls whose drafts are accepted about as often, as far as their arguments tell."""
+        """Key of the calls whose rounds cost the same (first part), and whose drafts are accepted about as often."""
         config = self.generation_config
         return (self.tree_config, len(self.input_ids)), *(getattr(config, name) for name in _CHOOSING)
 

@@ -64,7 +64,7 @@ def _text_of(content: Any) -> str | None:
     """Return the text of a message: a string, or a list of parts that are text; None for none."""
     if content is None or isinstance(content, str):
         return content
-    parts: list[Any] = content if isinstance(content, list) else [None]
+    parts: list[Any] = content if isinstance(content, list) else [None]  # which is refused
     for part in parts:
         kind, text = (part.get("type"), part.get("text")) if isinstance(part, dict) else (None, None)
         if kind not in ("text", "input_text", "output_text") or not isinstance(text, str):
@@ -252,7 +252,6 @@ class _Talk(Asked):
     tools: Annotated[list[_AnyTool], FailFast(), Field(max_length=128), BeforeValidator(_as_list)] = []
     tool_choice: Annotated[Any, AfterValidator(_choice_of)] = "auto"
     parallel_tool_calls: bool | None = True
-    parallel = property(lambda self: self.parallel_tool_calls is not False and isinstance(self.tool_choice, str))
 
     @model_validator(mode="after")
     def _can_be_called(self) -> Self:
@@ -271,6 +270,10 @@ class _Talk(Asked):
         if isinstance(self.tool_choice, dict):
             return [tool for tool in self.functions if tool["function"]["name"] == self.tool_choice["name"]]
         return self.functions if self.tool_choice == "required" else []
+
+    @property
+    def parallel(self) -> bool:
+        return self.parallel_tool_calls is not False and isinstance(self.tool_choice, str)
 
 
 class ChatAsked(_Talk):

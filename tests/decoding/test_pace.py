@@ -127,7 +127,7 @@ def test_costs_of_drafts_are_known_before_a_trial_ends() -> None:
 
 
 def test_dear_drafts_that_add_nothing_are_soon_left_to_others() -> None:
-    """Neither do they end a trial by being timed often, nor are they tried as often by calls of another kind."""
+    """A trial ends after three of them, and calls of another kind try one."""
     records: dict[Any, PaceRecord] = {}
     for kind, tries in (("a", 3), ("b", 1), ("c", 1)):
         timed = ("draft_cost", "node_cost")
