@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, ClassVar, NoReturn, Self
@@ -18,7 +19,7 @@ from hf_dart.drafters.compatibility import check_compatible, unwrapped
 from hf_dart.drafters.cost import relative_cost, sizes
 from hf_dart.drafters.layers import rotate, rotation_at
 from hf_dart.drafters.registry import registered
-from hf_dart.drafters.vocabulary import LMHeadRows
+from hf_dart.drafters.vocabulary import LMHeadRows, checked
 from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, tensor_names, weight_files
 from hf_dart.hub.kinds import kind_of
@@ -89,10 +90,12 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
                 up in the folder of the target's weights, if on this machine.
 
         Raises:
-            ValueError: the drafter was made for another target.
+            ValueError: the drafter was made for another target, or drafts a token that is none of the target's.
         """
         self._check_compatible(target, tokenizer)
         self._shared = TargetModules(target)
+        if self.draft_vocabulary is not None:
+            checked(self.draft_vocabulary, self._shared.rows(self.config.vocab_size))
         self._pace_records = None  # costs and acceptance differ for another target
         return self
 
@@ -120,6 +123,28 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size) if own else None
         self.reads_rows = config.embeddings == "table"
         self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
+
+    def reduce_vocabulary(self, tokens: Sequence[int] | Tensor | None) -> Self:
+        """Score and draft these tokens only; the output of `generate` stays the same.
+
+        Fewer rows of the target's LM head are read for a draft. A trained drafter may be given any vocabulary, at any
+        time; `hf_dart.training.data.frequent.frequent_tokens` counts which one loses least.
+
+        Args:
+            tokens: [M] ids; None for the whole vocabulary.
+
+        Raises:
+            ValueError: there are none, or some are no ids of the target's; or the drafter has an LM head of its own.
+        """
+        if self.lm_head is not None:
+            raise ValueError(
+                f"This {self.described_as} scores tokens with an LM head of its own, whose tokens cannot be changed."
+            )
+        rows = self.config.vocab_size if self._shared is None else self._shared.rows(self.config.vocab_size)
+        ids = None if tokens is None else checked(tokens, rows).to(self.device)
+        self.config.draft_vocab_size = None if ids is None else len(ids)
+        self.draft_vocabulary = ids
+        return self
 
     @property
     def lm_head_weights(self) -> int:

@@ -54,6 +54,7 @@ SOME = range(3, 48, 2)
 SAVED_PARTS: dict[str, Callable[[Any], Any]] = {
     "peagle": lambda target: tiny_head(target, mask_mode="peagle", mask_token_id=46),
     "some tokens": lambda target: tiny_head(target, draft_vocabulary=SOME, selector_rank=4, editor=True),
+    "eagle, some tokens": lambda target: tiny_eagle_drafter(target).reduce_vocabulary(SOME),
     "own table": lambda target: tiny_diffusion_drafter(
         target, share_embeddings=False, hidden_size=24, unmasking="left_to_right"
     ),

@@ -14,7 +14,7 @@ import yaml
 from support.tiny_training import changed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dart import DartHead, DiffusionDrafter, TreeConfig
+from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, TreeConfig
 from hf_dart.bench.pair import target_of
 from hf_dart.cli import main
 from hf_dart.hub.card import render_card
@@ -120,6 +120,13 @@ def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pyt
     after = loaded(on / "final", DiffusionDrafter)
     assert after.unmasking == "left_to_right"
     assert not torch.equal(after.mask_token.weight, drafter.mask_token.weight)
+
+
+def test_an_eagle_head_is_trained_to_draft_some_tokens_alone(recipe: Path) -> None:
+    change(recipe, drafter="eagle", max_steps=2)
+    assert main(["train", str(recipe)]) == 0
+    drafter = loaded(run_of(recipe) / "final", EagleDrafter)
+    assert (len(drafter.draft_vocabulary), drafter.logits(torch.ones(1, 256)).shape) == (20, (1, 20))
 
 
 def test_edit_passes_and_a_copied_layer_are_trained_by_the_command(recipe: Path) -> None:

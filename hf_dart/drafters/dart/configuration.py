@@ -35,7 +35,7 @@ class DartConfig(HeadConfig):
             real positions (P-EAGLE, arXiv 2602.01469), so that such heads can be served elsewhere.
         mask_token_id: with "peagle", a token that no text contains; `hf_dart.drafters.vocabulary.unused_token` finds
             one.
-        draft_vocab_size: M, how many tokens the head scores (`DartHead.reduce_vocabulary`); None is all of them.
+        draft_vocab_size: M, how many tokens the head scores (`reduce_vocabulary`); None is all of them.
         block_attention: what a mask slot attends to in its draft: "causal", the slots in front of it, or
             "bidirectional", all of them.
         shift_logits: the last real position drafts the first token and mask slot j the token j + 1, so that d - 1

@@ -21,7 +21,7 @@ from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Editor, En
 from hf_dart.drafters.layers import memory
 from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.vocabulary import checked, unused_token
+from hf_dart.drafters.vocabulary import unused_token
 from hf_dart.hub import card_texts
 from hf_dart.interop.eagle3 import eagle3_format, is_peagle, read_published
 from hf_dart.interop.original_dart import original_format, read_original
@@ -114,8 +114,6 @@ class DartHead(DartModel):
             ValueError: the head does not fit the target, or a token of its own is none of the target's.
         """
         super().bind(target, tokenizer)
-        if self.draft_vocabulary is not None:
-            checked(self.draft_vocabulary, self.shared.rows(self.config.vocab_size))
         if self.config.copied_layer is not None and not self._filled:
             fill(self, target)
             self._filled = True
@@ -322,23 +320,3 @@ class DartHead(DartModel):
             made = part(self.config)
             made.apply(self._init_weights)
         return made.to(device=self.device, dtype=self.dtype)
-
-    def reduce_vocabulary(self, tokens: Sequence[int] | Tensor | None) -> Self:
-        """Let the head score and draft these tokens only; the output of `generate` stays the same.
-
-        Fewer rows of the target's LM head are read for a draft. A trained head may be given any vocabulary, at any
-        time; `hf_dart.training.data.frequent.frequent_tokens` counts which one loses least.
-
-        Args:
-            tokens: [M] ids; None for the whole vocabulary.
-
-        Raises:
-            ValueError: there are none, or some are no ids of the target's; or the head has an LM head of its own.
-        """
-        if self.lm_head is not None:
-            raise ValueError("This head scores tokens with an LM head of its own, whose vocabulary cannot be changed.")
-        rows = self.config.vocab_size if self._shared is None else self._shared.rows(self.config.vocab_size)
-        ids = None if tokens is None else checked(tokens, rows).to(self.device)
-        self.config.draft_vocab_size = None if ids is None else len(ids)
-        self.draft_vocabulary = ids
-        return self

@@ -24,7 +24,7 @@ def token_counts(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
 def frequent_tokens(
     rows: Iterable[dict[str, Any]] | Tensor, size: int, vocab_size: int, always: Sequence[int] = ()
 ) -> Tensor:
-    """Return the `size` tokens that occur most often in `rows`, ascending; what `DartHead.reduce_vocabulary` takes.
+    """Return the `size` tokens that occur most often in `rows`, ascending; what `reduce_vocabulary` takes.
 
     Args:
         rows: as for `token_counts`, or what it has counted [V].

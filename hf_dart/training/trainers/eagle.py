@@ -20,6 +20,7 @@ class EagleArguments(DrafterArguments):
     """Options of a new [`EagleDrafter`], in addition to those of every drafter."""
 
     beam: int | None = option(None, "W, tokens of each depth from which drafting continues")
+    draft_vocab_size: int | None = option(None, "draft only so many tokens, the most frequent of the training rows")
 
 
 @dataclass
