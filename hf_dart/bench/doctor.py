@@ -10,14 +10,17 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
+from transformers.utils import logging
 
 from hf_dart.bench import profiling, speed, suites
 from hf_dart.bench.exact import run, timed
-from hf_dart.bench.pair import Pair, load_pair, thinking_of
+from hf_dart.bench.pair import Pair, shown_name, target_of, thinking_of, with_head
+from hf_dart.decoding.api import attach
 from hf_dart.drafters.lookup import LookupDrafter
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import UserError, as_user_error, sentence
 from hf_dart.hub.download import optional_json
 from hf_dart.hub.facts import TRAINING_RECORD
+from hf_dart.hub.loading import load_target
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.hub.publish import BENCH
 from hf_dart.hub.tables import OURS, STOCK, Verdict, markdown
@@ -37,7 +40,7 @@ _KEPT = 0.7  # of a promised acceptance length: other text may cost the rest
 def examine(
     target: str | None, head: str | None, dtype: str | None, device_map: Any, new_tokens: int = 48, **options: Any
 ) -> dict[str, Any]:
-    """Check a target and its drafter on this machine; what needs a pair is left out where none can be loaded.
+    """Check a target and its drafter on this machine, as far as they can be loaded.
 
     Args:
         target, head, dtype, device_map, options: as for `hf_dart.bench.pair.load_pair`.
@@ -46,15 +49,24 @@ def examine(
     Returns:
         For JSON. passed; checks: name, good, found and remedy of each; settings: what would gain most, as code.
     """
-    checks, settings = [*_machine()], []
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    checks, settings, part = [*_machine()], [], "target"
     try:
-        pair = load_pair(target, head, dtype, device_map, **options)
+        target = target or target_of(head)
+        model, tokenizer = load_target(target, dtype, device_map, **options)
+        checks += [_check(part, True, shown_name(target, part), ""), *_model(model)]
+        part = "trial"
+        with as_user_error():
+            attach(model)
+        checks.append(_check(part, True, f"trees are verified exactly, by {TreeAttention(model).name}", ""))
+        part = "drafter"
+        pair = with_head(model, tokenizer, target, head)
     except UserError as error:
-        found, _, remedy = sentence(error).rpartition("; ")
-        checks.append(_check("pair", False, found, remedy))
+        found, _, remedy = sentence(error).partition("; ")
+        checks.append(_check(part, False, found, remedy or f"give another {part}, or a folder or Hub id that is there"))
     else:
-        found = f"{pair.target_name}, {pair.head_name} ({type(pair.head).__name__}); its trees are verified exactly"
-        checks += [_check("pair", True, found, ""), *_model(pair)]
+        checks += [_check(part, True, f"{pair.head_name} ({type(pair.head).__name__})", ""), *_fit(pair)]
         settings = _measure(pair, new_tokens, checks)
     return {"passed": all(one["good"] for one in checks), "checks": checks, "settings": settings}
 
@@ -77,12 +89,19 @@ def _machine() -> Iterator[Check]:
     except PackageNotFoundError:  # run from its source, without having been installed
         lines = []
     wanted = [Requirement(line) for line in lines if ";" not in line]  # those are extras
-    wrong = [str(one) for one in wanted if not one.specifier.contains(version(one.name), prereleases=True)]
+    wrong = [str(one) for one in wanted if not _is_there(one)]
     found = ", ".join(f"{name} {number}" for name, number in versions().items())
     yield _check("versions", not wrong, found, f"pip install {' '.join(map(repr, wrong))}")
     cores, threads = _cores(), torch.get_num_threads()
     yield _check("threads", threads <= cores, f"{threads} on {cores} cores", f"torch.set_num_threads({cores})")
     yield _check("other load", _load() < 0.5 * cores, f"{_load():.1f} on {cores} cores", "stop other programs")
+
+
+def _is_there(wanted: Requirement) -> bool:
+    try:
+        return wanted.specifier.contains(version(wanted.name), prereleases=True)
+    except PackageNotFoundError:
+        return False
 
 
 def _cores() -> int:
@@ -93,8 +112,8 @@ def _load() -> float:
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
-def _model(pair: Pair) -> Iterator[Check]:
-    model, dtype = pair.model, str(pair.model.dtype).removeprefix("torch.")
+def _model(model: Any) -> Iterator[Check]:
+    dtype = str(model.dtype).removeprefix("torch.")
     on_cpu = model.device.type == "cpu"
     idle = on_cpu and torch.accelerator.is_available()
     yield _check("device", not idle, f"{hardware(model.device)} ({model.device.type})", "device_map='auto'")
@@ -106,9 +125,19 @@ def _model(pair: Pair) -> Iterator[Check]:
     if on_cpu and model.dtype in (torch.bfloat16, torch.float16):
         times = product_seconds(model.dtype) / product_seconds(torch.float32)
     yield _check("dtype", times < 1.2, f"{dtype}; products take {times:.1f} of float32's time", "dtype='float32'")
-    attention = TreeAttention(model)
-    yield _check("attention", True, f"{attention.own}; trees are verified by {attention.name}", "")
-    known, template = getattr(vars(pair.head).get("config"), "chat_template_hash", None), pair.tokenizer.chat_template
+    own = TreeAttention(model).own
+    slow = own == "eager" and model._supports_sdpa
+    yield _check("attention", not slow, own, "attn_implementation='sdpa'")
+
+
+def _fit(pair: Pair) -> Iterator[Check]:
+    """Check what a drafter of the wrong kind would not have been loaded for, and its template."""
+    config = vars(pair.head).get("config")
+    known = getattr(config, "tokenizer_hash", None)
+    yield _check("tokenizer", True, "the drafter names none" if known is None else "as that of the training", "")
+    drafted, all_of_them = getattr(config, "draft_vocab_size", None), pair.model.get_input_embeddings().num_embeddings
+    yield _check("vocabulary", True, f"{all_of_them} tokens, {drafted or 'all'} of which are drafted", "")
+    known, template = getattr(config, "chat_template_hash", None), pair.tokenizer.chat_template
     same = known is None or (isinstance(template, str) and template_hash(template) == known)
     found = "the drafter names none" if known is None else f"{'as' if same else 'other than'} that of the training"
     yield _check("chat template", same, found, "give the tokenizer the template of the training, or adapt the head")

@@ -47,13 +47,17 @@ def load_pair(
     """
     from transformers.utils import logging
 
-    from hf_dart.decoding.api import attach
-    from hf_dart.drafters.lookup import LookupDrafter
-
     target = target or target_of(head)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model, tokenizer = load_target(target, dtype, device_map, **options)
+    return with_head(*load_target(target, dtype, device_map, **options), target, head)
+
+
+def with_head(model: Any, tokenizer: Any, target: str, head: str | None) -> Pair:
+    """Load the head of a target that is loaded; arguments and errors as for `load_pair`."""
+    from hf_dart.decoding.api import attach
+    from hf_dart.drafters.lookup import LookupDrafter
+
     head = head or (PACKAGED if target == PACKAGED else None)
     if head is not None:
         return Pair(model, load_head(head, model, tokenizer), tokenizer, shown_name(target, "target"), shown_name(head))

@@ -80,20 +80,24 @@ def open_suite(
         if list(found) == [""] and len(prompts) == count:
             break
     told = f"{len(unusable)} rows of {name!r} are left out; of the first: {unusable[0]}" if unusable else ""
-    if told:
-        _LOGGER.warning(told)
     largest = max(map(len, found.values()), default=0)
     enough = {category: prompts for category, prompts in found.items() if len(prompts) >= least}
     if not enough or (len(found) == 1 and largest < count):
         limit = "" if most is None else f" of up to {most} tokens"
-        raise UserError(f"{name!r} has {largest} prompts{limit}, and --prompts asks for {count}; ask for fewer. {told}")
+        few = f"{name!r} has {largest} prompts{limit}, and --prompts asks for {count}; ask for fewer."
+        raise UserError(few if largest else told or f"{name!r} holds no prompt{limit}; give another file.")
+    small = ", ".join(repr(category) for category, prompts in found.items() if 0 < len(prompts) < least)
+    for warning in filter(None, (told, small and f"Categories with less than {least} prompts are left out: {small}.")):
+        _LOGGER.warning(warning)
     return enough
 
 
 def _rows(name: str) -> Iterator[Any]:
     """Yield the rows of a suite; an error in place of one that cannot be read."""
-    named, _, place = name.partition("=")
-    place = (place or NAMED[named]) if named in NAMED else name
+    named, given, place = name.partition("=")
+    place = (place if given else NAMED[named]) if named in NAMED else name
+    if given and not place:
+        raise UserError(f"--suite {name} names no file; give one, or leave = out for that of the Hub.")
     if not place:
         raise UserError(f"The Hub has no {named}; name its file, as --suite {named}=question.jsonl.")
     file = _FOLDER / f"{name}.jsonl" if name in PACKAGED else Path(place)

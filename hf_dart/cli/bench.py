@@ -133,8 +133,9 @@ def _run(arguments: argparse.Namespace) -> int:
             measured.remove(text)
             common.say(f"{text}: measured before it was interrupted")
             continue
-        case = {"text": text, "dtype": content["dtype"], "prompt_tokens": max(map(len, prompts))}
-        common.say(", ".join([text, case["dtype"], f"prompts of up to {case['prompt_tokens']} tokens"]))
+        longest = max(map(len, prompts))
+        case = {"text": text, "dtype": content["dtype"], "prompts": len(prompts), "prompt_tokens": longest}
+        common.say(f"{text}, {content['dtype']}, {len(prompts)} prompts of up to {longest} tokens")
         measurements = speed.measure(pair, prompts, settings, methods, wanted, quiet=False)
         content["results"] += report.results(measurements, **case)
         common.write_json(arguments.json, content)  # so that what was measured is not lost

@@ -11,6 +11,7 @@ STOCK, OURS = "stock", "hf_dart"
 """Methods of a bench: `generate` as it is, and with the head."""
 UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError)
 """Errors of the writers of tables for JSON that is not what `as_json` gives."""
+_DEPTHS = 8  # whose acceptance is shown
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def as_table(report: dict[str, Any], phases: bool = True) -> str:
         headline(report),
         f"{settings['prompts']} prompts of up to {settings['prompt_tokens']} tokens from {report['text']}, "
         f"{settings['new_tokens']} new tokens; median [min, max] of {settings['repeats']} interleaved "
-        "repeats",
+        f"repeats{_framing(report)}",
         "",
         *_speeds(entries, cases),
     ]
@@ -73,6 +74,12 @@ def as_table(report: dict[str, Any], phases: bool = True) -> str:
     if drafted and phases:
         lines += ["", *_phases(drafted)]
     return "\n".join(lines)
+
+
+def _framing(report: dict[str, Any]) -> str:
+    """Template that the prompts were framed by, with its flags, for a headline."""
+    flags = "".join(f", {name}={value}" for name, value in (report.get("template_flags") or {}).items())
+    return f"; chat template {report['chat_template'][:8]}{flags}" if report.get("chat_template") else ""
 
 
 def by_category(report: dict[str, Any]) -> str:
@@ -90,11 +97,12 @@ def by_category(report: dict[str, Any]) -> str:
         ours, others = one["ratio"]["median"], (cases.get((*case, rival)) for rival in rivals)
         ratios = ["" if other is None else f"{ours / other['ratio']['median']:.2f}" for other in others]
         rows.append([
-            *map(str, case), f"{one['tau']:.2f}", " ".join(f"{share:.2f}" for share in depths[:8]),
+            *map(str, case), str(one.get("prompts", "")), f"{one['tau']:.2f}",
+            " ".join(f"{share:.2f}" for share in depths[:_DEPTHS]) + " ..." * (len(depths) > _DEPTHS),
             f"{ours:.2f}", *ratios, f"{one['repeated_4grams']:.0%}",
         ])  # fmt: skip
-    names = ["text", "batch", "mode", "acceptance length", "by depth", "x stock", *rivals.values(), "repeated 4-grams"]
-    return "\n".join(markdown(names, rows))
+    names = ["text", "batch", "mode", "prompts", "acceptance length", "by depth", "x stock", *rivals.values()]
+    return "\n".join(markdown([*names, "repeated 4-grams"], rows))
 
 
 def compared(before: dict[str, Any], after: dict[str, Any]) -> str:
@@ -108,9 +116,12 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> str:
         shown = [f"{old:.2f} → {new:.2f}" if old and new else "" for old, new in figures]
         repeated = f"{one['repeated_4grams']:.0%} → {two['repeated_4grams']:.0%}"
         rows.append([*map(str, key), *shown, f"{figures[0][1] / figures[0][0] - 1:+.0%}", repeated])
-    alone = len(earlier) + len(later) - 2 * len(rows)
+    alone = f"rows that only one of them has: {len(earlier) + len(later) - 2 * len(rows)}"
+    old, new = ({**report["settings"], "template": _framing(report)} for report in (before, after))
+    other = [f"{name} {old[name]} → {new.get(name)}" for name in old if old[name] != new.get(name)]
+    told = [f"not measured alike: {', '.join(other)}", ""] if other else []
     table = markdown([*keys, "x stock", "τ", "change", "repeated 4-grams"], rows)
-    return "\n".join([headline(before), headline(after), "", *table, "", f"rows that only one of them has: {alone}"])
+    return "\n".join([headline(before), headline(after), "", *told, *table, "", alone])
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -77,11 +77,26 @@ def test_a_pair_that_does_not_load(breaks: Callable[[Path], None], found: str, r
     breaks(pair)
     passed, report, checks = examined(pair)
     assert not passed
-    assert not checks["pair"]["good"]
-    assert found in checks["pair"]["found"]
-    assert remedy in checks["pair"]["remedy"]
-    assert checks["versions"]["good"]
+    assert not checks["drafter"]["good"]
+    assert found in checks["drafter"]["found"]
+    assert remedy in checks["drafter"]["remedy"]
+    assert all(checks[name]["good"] for name in ("versions", "target", "dtype", "attention", "trial"))
     assert not report["settings"]
+
+
+def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package, a target, and a target's memory for packed weights."""
+    monkeypatch.setattr(doctor, "requires", lambda name: ["not-installed>=1", "torch>=99"])
+    checks = {one["name"]: one for one in doctor.examine(str(tmp_path), None, None, None)["checks"]}
+    assert checks["versions"]["remedy"] == "pip install 'not-installed>=1' 'torch>=99'"
+    assert "holds no config.json" in checks["target"]["found"]
+    assert checks["target"]["remedy"] == "give the folder that the target was saved to."
+    assert "trial" not in checks
+    monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
+    target = tiny_target("llama", "eager", dtype=torch.float32)
+    bad = {one["name"]: one["remedy"] for one in doctor._model(target) if not one["good"]}
+    assert bad.keys() == {"memory", "attention"}
+    assert bad["attention"] == "attn_implementation='sdpa'"
 
 
 def test_what_slows_down_or_drafts_badly(
@@ -103,7 +118,7 @@ def test_what_slows_down_or_drafts_badly(
     assert f"{threads} on" in checks["threads"]["found"]
     assert checks["dtype"]["remedy"] == "dtype='float32'"
     assert "30.00 promised" in checks["acceptance length"]["found"]
-    assert {"versions", "device", "memory", "attention", "pair", "costs", "same text"} <= checks.keys()
+    assert {"target", "device", "memory", "attention", "trial", "drafter", "tokenizer", "vocabulary"} <= checks.keys()
     assert all(one["remedy"] for name, one in checks.items() if not one["good"])
     for one in report["settings"]:
         assert one["gain"] > 1.03

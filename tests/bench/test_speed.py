@@ -107,17 +107,22 @@ def test_tables_of_one_bench_and_of_two(
     assert len(rows) == 2 * 2 * 2
     (row,) = (row for row in rows if row[:3] == ["| spec-bench: two", "1", "greedy"])
     ratio = ours["ratio"]["median"]
-    assert float(row[3]) == pytest.approx(1 + sum(map(float, row[4].split())), abs=0.02 * len(row[4].split()) + 0.01)
+    assert row[3] == str(ours["prompts"])
+    assert float(row[4]) == pytest.approx(1 + sum(map(float, row[5].split())), abs=0.02 * len(row[5].split()) + 0.01)
     ratios = [ratio, ratio / lookup["ratio"]["median"], ratio / copies["ratio"]["median"]]
-    assert [float(cell) for cell in row[5:8]] == pytest.approx(ratios, abs=0.006)
+    assert [float(cell) for cell in row[6:9]] == pytest.approx(ratios, abs=0.006)
 
-    later = {**report, "results": [{**one, "ratio": {"median": 2 * one["ratio"]["median"]}} for one in found.values()]}
+    others = {"settings": {**report["settings"], "repeats": 7}, "chat_template": "0123456789"}
+    doubled = [{**one, "ratio": {"median": 2 * one["ratio"]["median"]}} for one in found.values()]
+    later = {**report, **others, "template_flags": {"enable_thinking": False}, "results": doubled}
     files = [tmp_path / "a.json", tmp_path / "b.json"]
     for file, content in zip(files, (report, {**later, "results": later["results"][1:]}), strict=True):
         file.write_text(json.dumps(content), encoding="utf8")
     assert main(["bench", "compare", *map(str, files)]) == 0
     shown = capsys.readouterr().out
     assert shown.count("| +100% |") == len(found) - 1
+    told = f"repeats {report['settings']['repeats']} → 7, template  → ; chat template 01234567, enable_thinking=False"
+    assert f"not measured alike: {told}" in shown
     assert shown.rstrip().endswith("rows that only one of them has: 1")
     files[1].write_text("{}", encoding="utf8")
     assert_command_says(["bench", "compare", *map(str, files)], "Give two files of hf-dart bench --json", capsys)

@@ -99,6 +99,7 @@ def test_categories_apart_and_one_bad_row(tokenizer: Any, tmp_path: Path, caplog
         assert decoded(tokenizer, file, 2, least=2) == {"a": ["x0", "x1"]}
     assert "2 rows of" in caplog.text
     assert "Line 2 is not JSON" in caplog.text
+    assert "Categories with less than 2 prompts are left out: 'b'." in caplog.text
     assert decoded(tokenizer, file, 2) == {"a": ["x0", "x1"], "b": ["y"]}
 
 
@@ -121,7 +122,7 @@ def test_whatever_datasets_reads_is_a_suite(name: str, tokenizer: Any, tmp_path:
         ('{"messages": "hello"}', "These are no messages"),
         ('{"messages": [{"content": "hello"}]}', "cannot be read"),
         ('{"messages": [{"role": "user", "content": [1]}]}', "holds no text"),
-        ('{"messages": []}', "has 0 prompts"),
+        ('{"messages": []}', "holds no prompt"),
         ('{"turns": ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"]}', "has a placeholder there"),
         ('{"prompt": "import os"}', "ask for fewer"),
     ],
@@ -132,6 +133,7 @@ def test_what_is_no_suite_is_refused(line: str, message: str, tokenizer: Any, tm
 
 def test_text_that_has_to_be_named(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     refused(lambda: suites.open_suite("spec-bench", tokenizer, 2), UserError, "name its file, as --suite spec-bench=")
+    refused(lambda: suites.open_suite("gsm8k=", tokenizer, 2), UserError, "names no file")
     monkeypatch.setattr(suites, "find_spec", lambda name: None)  # pytest is not installed
     refused(lambda: suites.texts(), UserError, "name files with --text")
 
