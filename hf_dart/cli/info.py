@@ -32,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"{path}: {text.model_type}, {text.num_hidden_layers} layers of {text.hidden_size}, {text.vocab_size} tokens")
     with as_user_error(ValueError), torch.device("meta"):
         refuse_target(AutoModelForCausalLM.from_config(config).eval())
-    print("fits: drafts for it are exact, which a trial shows when it is attached")
+    print("fits: as far as its config says; a trial makes sure when it is attached")
     if any(getattr(text, field, None) for field in FIELDS):
         print("of its own: a multi-token prediction module, if its weights have one: MtpDrafter.from_pretrained")
     known, drafters = published_drafters(config)

@@ -1,8 +1,8 @@
 """Grammars that a text has to follow, asked ahead of it: tokens that they force are drafted without a drafter.
 
 A grammar library masks the target's scores by a logits processor, in stock `generate` as here. What its processor was
-made from is asked a second time, by a matcher of our own, for the tokens that may come: the draft tree holds what is
-forced and leaves out what is not allowed. No draft can change the text.
+made from is asked a second time, by a matcher of our own, for the tokens that may come: drafts hold what is
+forced, and copies leave out what is not allowed. No draft can change the text.
 """
 
 from __future__ import annotations

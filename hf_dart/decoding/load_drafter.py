@@ -62,15 +62,17 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
 
 def _best_drafter(default: bool, target: PreTrainedModel, **options: Any) -> Any:
     """Return the first drafter of the table that can be loaded for a target; else one of copied text."""
-    model = unwrapped(target)
+    model, reasons = unwrapped(target), list[str]()
     for known in published_drafters(model.config)[1]:
         try:
             return load_drafter(path_of(known["repository"]), default=default, target=target, **options)
         except (OSError, ValueError) as reason:
-            _LOGGER.info("%s is not used: %s", known["repository"], sentence(reason))
+            reasons.append(f"{known['repository']}: {sentence(reason)}")
+            _LOGGER.info(reasons[-1])
     _LOGGER.warning(
-        f"hf_dart: no published drafter of {model.config.name_or_path or type(model).__name__} can be loaded, so text "
-        "is copied from this call and earlier ones; `hf-dart info` says what is known, and how to train a head."
+        f"hf_dart: no published drafter of {model.config.name_or_path or type(model).__name__} can be loaded"
+        f"{f' ({reasons[0]})' if reasons else ''}, so text is copied from this call and earlier ones; `hf-dart info` "
+        "says what is known, and how to train a head."
     )
     drafter = LookupDrafter()
     attach(target, drafter if default else None)

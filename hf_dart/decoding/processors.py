@@ -108,6 +108,16 @@ def compiled_of(processor: Any, row: int) -> Any:
     return grammars[row if len(grammars) > 1 else 0]
 
 
+def refuse_grammars(processors: LogitsProcessorList, vocab_size: int) -> None:
+    """Raise for a grammar of more tokens than the target has, which would mask others than it means."""
+    for size in (one.full_vocab_size for one in processors if kind_of(one) == XGRAMMAR):
+        if size > vocab_size:
+            raise ValueError(
+                f"The grammar was compiled for a tokenizer of {size} tokens, and the target has {vocab_size}; compile "
+                f"it with TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocab_size})."
+            )
+
+
 def _new_xgrammar(processor: Any) -> bool:
     """Return True for a processor of xgrammar that no call has used, which has a grammar for each row and no more."""
     return kind_of(processor) == XGRAMMAR and not processor.matchers

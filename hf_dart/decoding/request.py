@@ -23,7 +23,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_dart.cache.stock_layers import attention_layers, keeps_states, slots_of
 from hf_dart.decoding.pace import Pace
-from hf_dart.decoding.processors import needs_stocks_steps
+from hf_dart.decoding.processors import needs_stocks_steps, refuse_grammars
 from hf_dart.decoding.suffix_store import Namespace, namespace_of
 from hf_dart.drafters.base import Drafter
 from hf_dart.models.packed_weights import pack
@@ -162,6 +162,7 @@ def admit(
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
+    refuse_grammars(logits_processor, model.config.get_text_config(decoder=True).vocab_size)
     if isinstance(assistant, nn.Module) and drops_out(assistant):
         raise ValueError(
             "The drafter is in train mode, where dropout moves the generator that tokens are drawn from; call its "

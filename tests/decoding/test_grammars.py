@@ -205,6 +205,18 @@ def test_processors_of_other_packages(
         assert copies.last_stats.tau > least, copies.last_stats.tau
 
 
+def test_a_grammar_of_another_tokenizer(packaged: Any) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    model, tokenizer = packaged
+    more = model.config.vocab_size + 900
+    info = xgrammar.TokenizerInfo([chr(33 + i % 90) * (1 + i // 90) for i in range(more)], stop_token_ids=[0])
+    given = LogitsProcessor(xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA)))
+    with pytest.raises(ValueError, match=f"tokenizer of {more} tokens, and the target has {more - 900}; compile"):
+        run(model, tokenizer("row = ", return_tensors="pt"), 1, assistant=LookupDrafter(), logits_processor=[given])
+
+
 @pytest.mark.parametrize("sample", [False, True])
 def test_rows_of_other_grammars_go_on_apart(packaged: Any, sample: bool) -> None:
     """A processor of xgrammar does for each row what one for that row alone does."""

@@ -52,6 +52,16 @@ def test_copies_where_there_is_none(default: bool, caplog: pytest.LogCaptureFixt
     assert torch.equal(*called)
 
 
+def test_why_the_first_one_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = tiny_target("llama")
+    tiny_head(target).save_pretrained(tmp_path)
+    known_are(tmp_path, monkeypatch=monkeypatch)
+    assert isinstance(load_drafter("auto", target=target, draft_window=3), LookupDrafter)
+    assert f"can be loaded ({tmp_path}: draft_window is 3; give " in caplog.messages[-1]
+
+
 def test_whose() -> None:
     with pytest.raises(ValueError, match=r"^load_drafter\('auto'\) needs the target"):
         load_drafter("auto")
