@@ -6,6 +6,7 @@ And the rule of what is the same but for rounding, in each dtype.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -72,8 +73,9 @@ NAMED = {
     "recurrent_gemma": "keeps running states in its modules", "deepseek_v32": "an indexer", "axk2": "an indexer",
     "minimax_m3_sparse": "has a MiniMaxM3VLSparseCacheLayer", "deepseek_v4": "has a DeepseekV4HCACache",
     "bloom": "cannot run a token tree", "falcon_alibi": "cannot run a token tree",
+    "inkling": "computes something else for a token tree|cannot hold a token tree yet",  # from 5.18 on; in 5.17
 }  # fmt: skip
-"""Words of refusals; the others compute something else for a tree."""
+"""Words of refusals, as patterns; the others compute something else for a tree."""
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -81,7 +83,7 @@ def test_refused_families(family: str) -> None:
     target = tiny_target(family, "eager")
     with pytest.raises(ValueError, match=r"^[^.]*(\.[^ ][^.]*)*call generate without assistant=\.$") as told:
         attach(target)
-    assert NAMED.get(family, "computes something else for a token tree than stock") in str(told.value)
+    assert re.search(NAMED.get(family, "computes something else for a token tree than stock"), str(told.value))
     assert "generate" not in vars(target)
     with pytest.raises(ValueError, match=r"call generate without assistant=\.$"):
         tiny_head(target)
