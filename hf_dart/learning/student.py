@@ -23,7 +23,7 @@ from hf_dart.training.trainers.drafts import as_columns, places_and_labels
 
 PASSES: dict[type, Callable[..., Tensor]] = {DartHead: head_states, EagleDrafter: eagle_states}
 """The training pass of each kind of drafter that learns."""
-SEGMENTS, BLOCKS = 4, 8  # texts in a step, and blocks that begin in each
+SEGMENTS, BLOCKS = 2, 16  # texts in a step, and blocks that begin in each
 _ANYWHERE = 0.5  # share of the segments in which drafts begin anywhere
 _WARMUP = 10  # steps
 _LOGITS = 2**23  # numbers that are held at once
@@ -42,19 +42,23 @@ class Student:
 
     def __init__(self, head: Any) -> None:
         self.head, self.names = head, trained_names(head)
+        self._depth = min(head.tree_config.depth or head.draft_length, head.draft_length)
         self.generator = torch.Generator().manual_seed(0)  # of all that is drawn; the global ones are not moved
         self.frozen, self.learnt = self._copied(), self._copied()
         self.begin_again()
 
     def _copied(self) -> Any:
-        """Copy the head; what is not trained is shared."""
+        """Copy the head, without the tokens of a draft that its trees do not reach; what is not trained is shared."""
         own = {*self.names}
         tensors = [*self.head.named_parameters(), *self.head.named_buffers()]
         memo: dict[int, Any] = {id(tensor): tensor for name, tensor in tensors if name not in own}
         memo |= {id(self.head.observers): (), id(self.head.last_stats): None, id(self.head._pace_records): None}
         memo[id(self.head.ngram)] = self.head.ngram
         with torch.inference_mode(False):
-            return copy.deepcopy(self.head, memo)
+            copied = copy.deepcopy(self.head, memo)
+        if getattr(self.head.config, "block_attention", "causal") == "causal":  # else later tokens change earlier ones
+            copied.config.draft_length = self._depth
+        return copied
 
     def _weights(self, head: Any) -> list[nn.Parameter]:
         return [head.get_parameter(name) for name in self.names]
@@ -87,7 +91,7 @@ class Student:
             self._optimizer = torch.optim.AdamW(self._masters, weight_decay=0.0)
         drafted = batch["drafted"]
         anywhere = (torch.rand(len(segments), 1, generator=self.generator) < _ANYWHERE).to(drafted.device)
-        anywhere |= drafted.sum(1, keepdim=True) < BLOCKS  # drafts had paused
+        anywhere |= drafted.sum(1, keepdim=True) < BLOCKS // 2  # drafts had paused
         wanted = batch["loss_mask"] & (drafted | anywhere)
         batch["anchors"] = draw_anchors(batch["documents"], BLOCKS, self.head.draft_length, self.generator, wanted)
         with torch.enable_grad(), torch.autocast(self.head.device.type, enabled=False):
@@ -186,9 +190,8 @@ class Student:
         passed = next(run for kind, run in PASSES.items() if isinstance(head, kind))
         with torch.no_grad():
             embeddings = head.embed(ids[:, 1:])
-        depth = min(self.head.tree_config.depth or head.draft_length, head.draft_length)
-        hidden = passed(head, head, batch, batch["features"], embeddings)[anchors >= 0][:, :depth]
-        places, labels = places_and_labels(batch, depth)
+        hidden = passed(head, head, batch, batch["features"], embeddings)[anchors >= 0][:, : self._depth]
+        places, labels = places_and_labels(batch, self._depth)
         goals = [goal.flatten(0, 1)[places] for goal in batch["goals"]]
         if len(goals) == 1:  # the last of the layers
             goals[0] = goals[0][..., -(goals[0].shape[-1] // len(head.feature_layers)) :]

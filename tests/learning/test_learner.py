@@ -244,16 +244,19 @@ def test_what_is_kept_is_what_the_target_says_of_the_text(target: Any, layers: s
             torch.testing.assert_close(found[segment.prompt :], logits[segment.prompt :])
 
 
-def test_comparisons_are_of_what_the_head_would_have_drafted(target: Any, head: DartHead) -> None:
-    """Compared at each position, with the cache that decoding would have there."""
+@pytest.mark.parametrize("deepest", [None, 2])
+def test_comparisons_are_of_what_the_head_would_have_drafted(deepest: int | None, target: Any, head: DartHead) -> None:
+    """Compared at each position, with the cache that decoding would have there, as deep as trees go."""
+    head.tree_config = replace(head.tree_config, depth=deepest)
     learner = Learner(share=0)
     learner.attach(head)
     serve(target, head, [0], max_new_tokens=20, temperature=0.8)
-    segment, student, depth = learner._ring.fresh[1], learner._student, head.draft_length
+    segment, student, depth = learner._ring.fresh[1], learner._student, deepest or head.draft_length
+    assert (student.learnt.draft_length, head.draft_length) == (depth, head.config.draft_length)
     found = student.expected([segment], 3, [student.frozen])[0]
     logits = target.lm_head(segment.features[:, -target.config.hidden_size :]).detach()
     wanted = []
-    for start in range(segment.prompt - 1, len(segment) - depth - 1, 3):
+    for start in range(segment.prompt - 1, len(segment) - head.draft_length - 1, 3):
         state = head.begin(1, len(segment))
         read = segment.features[None, : start + 1], segment.next_tokens[None, : start + 1], torch.tensor([start + 1])
         with torch.no_grad():
