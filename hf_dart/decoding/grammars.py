@@ -96,15 +96,30 @@ class _XGrammar(_Matcher):
         found: list[int] = []
         while len(found) < _MOST:
             allowed = np.asarray(self.allowed([*text, *found]))
-            if len(allowed) > 1:  # the longest one that the forced string begins with
-                string = self._matcher.find_jump_forward_string().encode()
-                sizes = [len(self._bytes[token]) for token in allowed] if string else []
-                inside = [size if size <= len(string) else 0 for size in sizes]
-                allowed = allowed[[int(np.argmax(inside))]] if any(inside) else allowed[:0]
-            if not len(allowed):
+            token = int(allowed[0]) if len(allowed) == 1 else self._longest_forced(allowed)
+            if token is None:
                 break
-            found.append(int(allowed[0]))
+            found.append(token)
         return found
+
+    def _longest_forced(self, allowed: np.ndarray[Any, Any]) -> int | None:
+        """Return the longest of the allowed tokens that the forced string begins with; None where nothing is forced.
+
+        Each of the others begins with it or begins it. xgrammar's own search for that string does not end in schemas
+        that contain themselves.
+        """
+        spelt = self._bytes
+        if not len(allowed) or not (first := spelt[allowed[0]][:1]):
+            return None
+        if any(spelt[token][:1] != first for token in allowed):
+            return None
+        rising = sorted(map(int, allowed), key=lambda token: len(spelt[token]))
+        best = None
+        for place, token in enumerate(rising):
+            if not all(spelt[longer].startswith(spelt[token]) for longer in rising[place:]):
+                break
+            best = token
+        return best
 
 
 class _LLGuidance(_Matcher):

@@ -12,7 +12,7 @@ from hf_dart.errors import LEAST_TEMPERATURE, did_you_mean
 
 # Parameters that are not to be had, by the reason.
 _REASONS = {
-    "asks for text of a grammar, which chat completions alone have; leave it out": "text",
+    "asks for text of a grammar, which chat completions alone have; leave it out": "text response_format",
     "asks for functions as they were before tools; give tools": "function_call functions",
     "asks for more than text; leave it out": "audio include modalities refusal web_search_options",
     "asks for what was said before, and this server keeps nothing; send all messages": (
@@ -53,8 +53,9 @@ class _Read(BaseModel):
             return given
         for name in given.keys() - cls.model_fields.keys() - cls.notes:
             if name not in _REFUSED:
-                remedy = did_you_mean(name[:100], cls.model_fields, "leave it out.")
-                raise _wrong(f"There is no parameter {name!r:.100}; {remedy}", name[:100])
+                shown = name[:100].encode(errors="replace").decode()  # JSON may bring half a character
+                remedy = did_you_mean(shown, cls.model_fields, "leave it out.")
+                raise _wrong(f"There is no parameter {shown!r}; {remedy}", shown)
             if given[name] not in _NOTHING:
                 raise _wrong(f"{name} {_REFUSED[name]}.", name)
         return {name: value for name, value in given.items() if name in cls.model_fields}
@@ -204,7 +205,7 @@ class Asked(_Read):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[str, float], AfterValidator(_biases_of)] | None = None
@@ -222,6 +223,11 @@ class Asked(_Read):
     forced: ClassVar[Any] = ()  # tools of which one has to be called
     parallel: ClassVar[Any] = True  # whether a text may have several calls
     top: ClassVar[Any] = None  # likeliest tokens that are told beside each; None: not even its log-probability
+
+    @property
+    def masked(self) -> bool:
+        """True if a grammar holds the text to something."""
+        return self.schema_of_text is not None or bool(self.forced)
 
     def sampling(self, samples: bool) -> dict[str, Any]:
         """Return options of `generate`; `samples` says if a call without options samples."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ _UNASKED = 1024
 """New tokens at most, where the request does not say."""
 _COMPILED = 64 << 20
 """Bytes of compiled schemas that are kept."""
-_OWN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters)
+_OWN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Limits:
 class Service:
     """A model, which is listed by the first of its `names`, and the batcher that writes.
 
-    `memory` is of texts, from which later ones of the same user are drafted. `reader` reads prompts, one at a time.
+    `memory` is of texts, from which later ones of the same user are drafted. `reader` reads prompts, one at a time, and
+    `compiler` schemas, which may take long.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Service:
             "num_memory_tokens": lambda: 0 if memory is None else memory.tokens,
         }
         self.metrics, self._memory = Metrics(self.names[0], gauges), memory
-        self.reader = ThreadPoolExecutor(1)
+        self.reader, self.compiler = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         ends = model.generation_config.eos_token_id
         self.ends = frozenset(ends if isinstance(ends, list) else [ends])  # tokens that end a text
         self._samples = bool(model.generation_config.do_sample)
@@ -77,6 +79,7 @@ class Service:
 
     def close(self) -> None:
         self.reader.shutdown(wait=False)
+        self.compiler.shutdown(wait=False, cancel_futures=True)
         self.batcher.close(cancel=True)
 
     def refuse_if_full(self, more: int = 1) -> None:
@@ -110,7 +113,7 @@ class Service:
 
     def masks(self, asked: Asked) -> list[Any]:
         """Return the logits processors, for one text, that hold it to a JSON schema or to calls (xgrammar)."""
-        if asked.schema_of_text is None and not asked.forced:
+        if not asked.masked:
             return []
         name = "tool_choice" if asked.forced else "response_format"
         try:
@@ -129,7 +132,8 @@ class Service:
                 return [LogitsProcessor(self._grammars.compile_structural_tag(grammar_of(asked, xgrammar)))]
             return [LogitsProcessor(self._grammars.compile_json_schema(asked.schema_of_text, any_whitespace=False))]
         except RuntimeError as error:
-            raise Refusal(f"The schema of {name} cannot be met: {sentence(error)}", name) from error
+            why = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", sentence(error))  # where it lies in xgrammar's source
+            raise Refusal(f"The schema of {name} cannot be met: {why}", name) from error
 
     def _ids(self, prompt: str | list[int], **options: Any) -> list[int]:
         """Return the token ids of a prompt."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
 from functools import partial
@@ -141,8 +141,10 @@ class Texts:
 
     async def begin(self) -> None:
         """Hand the texts to the batcher, and wait for a token; raise a `Refusal` or, if the client left, that error."""
-        loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._service.reader, self._submit, loop)
+        service, loop = self._service, asyncio.get_running_loop()
+        if self._asked.masked:  # which compiles its grammar, unless that is known
+            await self._in_time(loop.run_in_executor(service.compiler, service.masks, self._asked))
+        await loop.run_in_executor(service.reader, self._submit, loop)
         while not any(text.handle.tokens or text.handle.done() for text in self._texts):
             await self._wait()
         self._first = perf_counter() - self._begun
@@ -164,16 +166,20 @@ class Texts:
 
     async def _wait(self) -> None:
         """Wait for news of a text, or of the end of all."""
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                await self._news.wait()
-        except TimeoutError:
-            seconds = self._service.limits.timeout
-            late = f"The answer took more than {seconds:g} s; ask for fewer tokens."
-            raise Refusal(late, status=504) from None
+        await self._in_time(self._news.wait())
         self._news.clear()
         if self._gone:
             raise ClientGoneError
+
+    async def _in_time(self, awaited: Awaitable[Any]) -> None:
+        """Wait for something until the time of the answer is over."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                await awaited
+        except TimeoutError:
+            what = "fewer tokens, or a simpler schema" if self._asked.masked else "fewer tokens"
+            late = f"The answer took more than {self._service.limits.timeout:g} s; ask for {what}."
+            raise Refusal(late, status=504) from None
 
     def close(self) -> None:
         """End what still runs, free the places, and note what became of the request; once."""

@@ -23,7 +23,7 @@ def wrong(kind: type[Asked], **given: Any) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", parameters._REFUSED)
 def test_what_is_not_to_be_had(name: str) -> None:
-    kind = ResponseAsked if name == "text" else ChatAsked
+    kind = {"text": ResponseAsked, "response_format": CompletionAsked}.get(name, ChatAsked)
     for value in parameters._NOTHING:
         assert name not in kind.model_validate({**ASKED[kind], name: value}).model_dump()
     param, message = wrong(kind, **{name: {"type": "anything"}})
@@ -40,6 +40,7 @@ WRONG: dict[str, list[Any]] = {
     "stop": [["a"] * 5, "", 3],
     "logit_bias": [{"x": 1}, {"1": 101}],
     "presence_penalty": [3],
+    "repetition_penalty": [1e-300, 1e300],
     "stream": ["yes"],
     "prompt": [{}, [], [[]], [1, True]],
     "logprobs": [21],
@@ -59,6 +60,8 @@ def test_unknown_names() -> None:
         "temprature", "There is no parameter 'temprature'; did you mean 'temperature'?"
     )  # fmt: skip
     assert wrong(ChatAsked, temprature=1)[1].startswith("There is no parameter 'temprature'; ")
+    assert wrong(CompletionAsked, **{"\ud800": 3}) == ("?", "There is no parameter '?'; leave it out.")
+    assert "chat completions alone" in wrong(CompletionAsked, response_format={"type": "json_object"})[1]
     assert wrong(CompletionAsked, stream_options={"include_usage": True, "x": 1})[0] == "x"
 
 

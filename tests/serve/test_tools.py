@@ -7,6 +7,8 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import openai
@@ -228,6 +230,33 @@ def test_response_format(client: Any) -> None:
     for wrong in ({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}, {"type": "json_schema"}):
         with pytest.raises(openai.BadRequestError, match="response_format"):
             client.chat.completions.create(**given, response_format=wrong)
+
+
+def test_a_schema_that_takes_too_long(service: Service, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its client is told, and others go on."""
+    goes_on, compile_it = Event(), service.masks
+
+    def masks(asked: Any) -> list[Any]:
+        assert not asked.masked or goes_on.wait(20)
+        return compile_it(asked)
+
+    monkeypatch.setattr(service, "masks", masks)
+    monkeypatch.setattr(service, "limits", replace(service.limits, timeout=0.5))
+    given: dict[str, Any] = {"model": "code", "messages": MESSAGES, "max_tokens": 1}
+    with pytest.raises(openai.APIStatusError, match=r"more than 0\.5 s; ask for fewer tokens, or a simpler schema"):
+        client.chat.completions.create(**given, response_format={"type": "json_object"})
+    monkeypatch.setattr(service, "limits", replace(service.limits, timeout=20.0))
+    assert client.chat.completions.create(**given).usage.completion_tokens == 1
+    goes_on.set()
+
+
+def test_a_schema_that_contains_itself(client: Any) -> None:
+    """Its forced text, brackets, has no end."""
+    pytest.importorskip("xgrammar")
+    schema = {"type": "array", "items": {"$ref": "#"}, "minItems": 1}
+    form = {"type": "json_schema", "json_schema": {"name": "nested", "schema": schema}}
+    asked: dict[str, Any] = {"model": "code", "messages": MESSAGES, "max_tokens": 8, "response_format": form}
+    assert set(client.chat.completions.create(**asked).choices[0].message.content) == {"["}
 
 
 def test_what_is_missing_on_the_server(service: Service, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
