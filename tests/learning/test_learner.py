@@ -22,7 +22,7 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 from support.tiny_training import changed, copies
 
 import hf_dart
-from hf_dart import DartHead, Learner, LookupDrafter, TreeConfig, attach, detach, load_drafter
+from hf_dart import Batcher, DartHead, Learner, LookupDrafter, TreeConfig, attach, detach, load_drafter
 from hf_dart.learning.ring import Ring, Segment
 from hf_dart.learning.student import Student
 
@@ -101,6 +101,20 @@ def test_every_text_is_stocks(target: Any, layers: str) -> None:
         run(target, prompts([8]), 9, **longer, assistant=one)
         rounds.append(one.last_stats.rounds)
     assert rounds[1] < rounds[0]
+
+
+def test_requests_of_a_batcher_are_learnt_from(target: Any, head: DartHead) -> None:
+    """Each text is what it is alone, while the head changes under all seats."""
+    learner = Learner(**FAST, every=2)
+    attach(target, head, learner=learner)
+    asked = [(prompts([5 + seed % 3], seed=seed)["input_ids"], seed) for seed in range(8)]
+    with Batcher(target, seats=3) as batcher:
+        handles = [batcher.submit(ids, seed=seed, **SAMPLED) for ids, seed in asked]
+    for handle, (ids, seed) in zip(handles, asked, strict=True):
+        torch.manual_seed(seed)
+        assert torch.equal(handle.result(), type(target).generate(target, ids, **SAMPLED))
+    assert (learner.failure, learner.stats.tokens >= 8 * 30) == (None, True)
+    assert learner.stats.steps > 5
 
 
 def test_switched_in_the_middle_of_a_batch(target: Any, head: DartHead) -> None:
