@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench.pair import Pair, load_head, target_of, thinking_of
+from hf_dart.bench.pair import Pair, load_head, target_of
 from hf_dart.cli import common
 from hf_dart.errors import as_user_error
 
@@ -40,6 +40,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help=f"of {','.join(_MODES)} (default: all)")
     rivals = f"of {','.join(_METHODS)}, or all (default: lookup,tree; suites: copies, too)"
     parser.add_argument("--rivals", type=_of(_METHODS), metavar="METHODS", help=rivals)
+    thinking = "flag of the chat template (default: as the head was trained with)"
+    parser.add_argument("--thinking", action=argparse.BooleanOptionalAction, help=thinking)
     parser.add_argument("--assistant-model", metavar="PATH", help="also stock's assisted decoding with this small LM")
     drafter = {"dest": "drafters", "action": "append", "default": [], "metavar": "PATH"}
     parser.add_argument("--drafter", **drafter, help="also this drafter; repeatable")
@@ -125,10 +127,12 @@ def _run(arguments: argparse.Namespace) -> int:
     rivals = arguments.rivals or ("lookup", *(["copies"] if arguments.suite else []), "tree")
     methods = baselines.methods(pair, rivals, small, drafters)
     content = report.circumstances(pair, settings, "", ["hf-dart", *arguments.words])
+    if arguments.thinking is not None:
+        content["template_flags"] = {"enable_thinking": arguments.thinking}
     content = _begun(arguments.json, content | {"drafters": baselines.parameters(methods), "results": []})
     firsts = (tables.STOCK, next(iter(wanted)), settings.batches[0])  # of which each text has one result
     measured = [one["text"] for one in content["results"] if (one["method"], one["mode"], one["batch"]) == firsts]
-    for text, prompts in _prompts(arguments, pair, settings):
+    for text, prompts in _prompts(arguments, pair, settings, content["template_flags"]):
         if text in measured:
             measured.remove(text)
             common.say(f"{text}: measured before it was interrupted")
@@ -161,7 +165,9 @@ def _begun(file: Path | None, content: dict[str, Any]) -> dict[str, Any]:
     return kept if kept == {**json.loads(json.dumps(content)), **aside} else content
 
 
-def _prompts(arguments: argparse.Namespace, pair: Pair, settings: Any) -> Iterator[tuple[str, list[list[int]]]]:
+def _prompts(
+    arguments: argparse.Namespace, pair: Pair, settings: Any, flags: dict[str, Any]
+) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield the texts that are measured on, one after the other: the name of each, and its prompts."""
     from hf_dart.bench import speed, suites
 
@@ -179,7 +185,7 @@ def _prompts(arguments: argparse.Namespace, pair: Pair, settings: Any) -> Iterat
             length,
             least=max(settings.batches),
             answer=lambda ids: speed.answer(pair, ids, settings.new_tokens),
-            flags=thinking_of(pair),
+            flags=flags,
         )
         for category, prompts in found.items():
             yield f"{called}: {category}" if category else called, prompts

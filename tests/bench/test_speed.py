@@ -30,7 +30,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     EagleDrafter.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "eagle")
     DartHead.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "mine")
     words = ["--suite", "code", f"spec-bench={story}", "--rivals", "lookup,chain,tree,copies"]
-    words += ["--modes", "greedy,sampled"]
+    words += ["--modes", "greedy,sampled", "--no-thinking"]
     words += ["--assistant-model", str(PACKAGED_TARGET), "--drafter", str(folder / "eagle")]
     words += ["--drafter", str(folder / "mine"), "--json", str(folder / "bench.json")]
     assert main(["bench", "--smoke", *words]) == 0
@@ -56,7 +56,7 @@ def test_every_method_takes_part(report: dict[str, Any]) -> None:
     assert set(report["drafters"]) == {ASSISTED, *DRAFTERS} - {f"{OURS}, copies alone"}
     assert report["text"] == "code, spec-bench: two"
     assert report["settings"]["prompt_tokens"] == max(one["prompt_tokens"] for one in report["results"])
-    assert (report["chat_template"], report["template_flags"]) == (None, {})
+    assert (report["chat_template"], report["template_flags"]) == (None, {"enable_thinking": False})
     assert (report["dtype"], report["threads"]) == ("float32", torch.get_num_threads())
     assert report["command"].startswith("hf-dart bench --smoke")
     assert set(report["versions"]) == {"python", "hf-dart", "torch", "transformers"}

@@ -8,16 +8,21 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import psutil
 import pytest
+import torch
 from support.serving import ask, begun, command
+
+from hf_dart.hub.machine import circumstances
 
 ROUTE = "/v1/completions"
 PROMPTS = ["import os\n", "def read(path):\n", "class Table:\n    ", "for name in sorted("]
@@ -25,6 +30,8 @@ MALFORMED: list[Any] = [
     b"{", b"\xff", b"[" * 5000, b'{"prompt": NaN}', {}, {"prompt": {}}, {"prompt": ""}, {"prompt": "x", "top_p": 9},
     {"prompt": "x", "tools": [1]}, {"prompt": "x" * 9000}, {"prompt": [10**9]}, {"prompt": "x", "n": 100},
     {"prompt": "x", "model": "none"}, {"prompt": "x", "stop": [1]}, {"messages": []}, [1], "x",
+    b'{"prompt": "x", "\\ud800": 1}', {"prompt": "x", "repetition_penalty": 1e-300},
+    {"prompt": "x", "messages": [], "response_format": {"type": "json_schema"}},
 ]  # fmt: skip
 
 
@@ -138,7 +145,12 @@ def test_a_thousand_requests_with_faults() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--requests", type=int, default=1000)
-    ran = run(parser.parse_args().requests)
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    given = parser.parse_args()
+    ran = run(given.requests)
     log = ran.pop("log")
-    print(json.dumps({**ran, "lines of log": len(log)}, indent=2))
+    ran |= {"lines of log": len(log), **circumstances(["python", *sys.argv], torch.device("cpu"))}
+    print(json.dumps(ran, indent=2))
+    if given.json is not None:
+        given.json.write_text(json.dumps(ran, indent=2) + "\n", encoding="utf8")
     print(*[line for line in log if not line.startswith("20")], sep="")
