@@ -36,6 +36,7 @@ from hf_dart.cli.common import (
     positive,
     say,
     show,
+    sizes,
     text_option,
     write_json,
 )
@@ -45,11 +46,6 @@ from hf_dart.models.stock_steps import CACHE
 
 MODE = {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0}
 _NAMES = ["prompt", "method", "τ", "ms/token", "x stock", "draft ms/round", "peak MiB", "same text"]
-
-
-def lengths(text: str) -> tuple[int, ...]:
-    """Numbers of tokens with commas between them, 1k being 1024, for argparse."""
-    return tuple(positive(one[:-1]) * 1024 if one.endswith("k") else positive(one) for one in text.split(","))
 
 
 def drafters(pair: Any, head: str | None, windows: Sequence[int]) -> dict[str, Any]:
@@ -139,8 +135,8 @@ def main(words: Sequence[str]) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[pair_options()]
     )
     text_option(parser)
-    parser.add_argument("--lengths", type=lengths, default=lengths("1k,2k,4k"), help="of prompts (default: 1k,2k,4k)")
-    parser.add_argument("--windows", type=lengths, default=(512,), help="draft_window of heads (default: 512)")
+    parser.add_argument("--lengths", type=sizes, default=sizes("1k,2k,4k"), help="of prompts (default: 1k,2k,4k)")
+    parser.add_argument("--windows", type=sizes, default=(512,), help="draft_window of heads (default: 512)")
     parser.add_argument("--prompts", type=positive, default=2, help="of each length (default: %(default)s)")
     parser.add_argument("--new-tokens", type=positive, default=64, help="default: %(default)s")
     parser.add_argument("--repeats", type=positive, default=2, help="default: %(default)s")
@@ -150,8 +146,6 @@ def main(words: Sequence[str]) -> int:
     check_file(given.json)
     pair = load(given)
     text, files = suites.texts(given.text)
-    ids = pair.tokenizer("".join(file.read_text(encoding="utf8") for file in files), add_special_tokens=False)
-    ids = ids["input_ids"]
     methods: dict[str, dict[str, Any]] = {STOCK: {}, f"{STOCK}, cache passed in": {CACHE: None}}
     for name, drafter in drafters(pair, given.head, given.windows).items():
         methods[name] = {"assistant": drafter}
@@ -159,13 +153,10 @@ def main(words: Sequence[str]) -> int:
     settings = speed.Settings(given.prompts, max(given.lengths), given.new_tokens, given.repeats, (1,))
     content = report.circumstances(pair, settings, text, ["python", "examples/experiments/lengths.py", *words])
     content["results"] = []
-    measured(pair, methods, [ids[:32]], given)  # warms up
+    measured(pair, methods, suites.long_prompts(pair.tokenizer, files, 1, 32), given)  # warms up
     for length in given.lengths:
-        if length * given.prompts > len(ids):
-            raise SystemExit(f"{text} has {len(ids)} tokens, too few for {given.prompts} prompts of {length}.")
+        prompts = suites.long_prompts(pair.tokenizer, files, given.prompts, length)
         say(f"prompts of {length} tokens")
-        step = len(ids) // given.prompts
-        prompts = [ids[start : start + length] for start in range(0, step * given.prompts, step)]
         content["results"] += measured(pair, methods, prompts, given)
         content["markdown"] = "\n".join([headline(content), "", table(content["results"])])
         write_json(given.json, content)

@@ -39,8 +39,8 @@ temperature = number(
 
 
 def sizes(text: str) -> tuple[int, ...]:
-    """Parse whole numbers with commas between them, for argparse."""
-    return tuple(map(positive, text.split(",")))
+    """Parse whole numbers with commas between them, 1k being 1024, for argparse."""
+    return tuple(1024 * positive(one[:-1]) if one.endswith("k") else positive(one) for one in text.split(","))
 
 
 def pair_options() -> argparse.ArgumentParser:
