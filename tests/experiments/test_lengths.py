@@ -13,7 +13,7 @@ lengths = experiment("lengths")
 
 
 def test_every_method_writes_stocks_text_at_every_length(tmp_path: Path) -> None:
-    assert lengths.lengths("1k,300") == (1024, 300)
+    assert lengths.sizes("1k,300") == (1024, 300)
     words = ["--lengths", "40,90", "--windows", "36", "--new-tokens", "12", "--prompts", "1", "--repeats", "1"]
     assert lengths.main([*words, "--json", str(tmp_path / "found.json")]) == 0
     content = json.loads((tmp_path / "found.json").read_text(encoding="utf8"))
