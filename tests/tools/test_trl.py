@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from support.users import letters
@@ -42,6 +43,7 @@ def trainer_of(kind: str, target: Any, folder: Path, texts: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@torch.enable_grad()  # which importing lighteval turns off for good
 def test_a_run_is_the_one_without_drafts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_dart.learning.learner._LESSON", 64)
     target, taus, runs = tiny_target("qwen3"), [], []
