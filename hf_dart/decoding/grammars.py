@@ -109,9 +109,8 @@ class _XGrammar(_Matcher):
         that contain themselves.
         """
         spelt = self._bytes
-        if not len(allowed) or not (first := spelt[allowed[0]][:1]):
-            return None
-        if any(spelt[token][:1] != first for token in allowed):
+        first = spelt[allowed[0]][:1] if len(allowed) else b""
+        if not first or any(spelt[token][:1] != first for token in allowed):  # which free text shows at once
             return None
         rising = sorted(map(int, allowed), key=lambda token: len(spelt[token]))
         best = None

@@ -67,7 +67,7 @@ def _best_drafter(default: bool, target: PreTrainedModel, **options: Any) -> Any
         try:
             return load_drafter(path_of(known["repository"]), default=default, target=target, **options)
         except (OSError, ValueError) as reason:
-            reasons.append(f"{known['repository']}: {sentence(reason)}")
+            reasons.append(f"{known['repository']} is not used: {sentence(reason)}")
             _LOGGER.info(reasons[-1])
     _LOGGER.warning(
         f"hf_dart: no published drafter of {model.config.name_or_path or type(model).__name__} can be loaded"

@@ -108,13 +108,14 @@ def compiled_of(processor: Any, row: int) -> Any:
     return grammars[row if len(grammars) > 1 else 0]
 
 
-def refuse_grammars(processors: LogitsProcessorList, vocab_size: int) -> None:
+def refuse_grammars(processors: LogitsProcessorList, target: Any) -> None:
     """Raise for a grammar of more tokens than the target has, which would mask others than it means."""
     for size in (one.full_vocab_size for one in processors if kind_of(one) == XGRAMMAR):
-        if size > vocab_size:
+        known = target.get_input_embeddings().num_embeddings
+        if size > known:
             raise ValueError(
-                f"The grammar was compiled for a tokenizer of {size} tokens, and the target has {vocab_size}; compile "
-                f"it with TokenizerInfo.from_huggingface(tokenizer, vocab_size={vocab_size})."
+                f"The grammar was compiled for a tokenizer of {size} tokens, and the target has {known}; compile it "
+                f"with TokenizerInfo.from_huggingface(tokenizer, vocab_size={known})."
             )
 
 

@@ -162,7 +162,7 @@ def admit(
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
-    refuse_grammars(logits_processor, model.config.get_text_config(decoder=True).vocab_size)
+    refuse_grammars(logits_processor, model)
     if isinstance(assistant, nn.Module) and drops_out(assistant):
         raise ValueError(
             "The drafter is in train mode, where dropout moves the generator that tokens are drawn from; call its "

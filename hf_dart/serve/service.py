@@ -111,14 +111,11 @@ class Service:
         options = {**asked.sampling(self._samples), "memory": memory}
         return prompts, [{**options, "max_new_tokens": self._most(len(ids), asked.most)} for ids in prompts]
 
-    def masks(self, asked: Asked) -> list[Any]:
-        """Return the logits processors, for one text, that hold it to a JSON schema or to calls (xgrammar)."""
-        if not asked.masked:
-            return []
+    def grammar(self, asked: Asked) -> Any:
+        """Compile the JSON schema or the calls that a grammar holds the texts to (xgrammar), if it is not known yet."""
         name = "tool_choice" if asked.forced else "response_format"
         try:
             import xgrammar
-            from xgrammar.contrib.hf import LogitsProcessor
         except ImportError as error:
             message = f"{name} needs xgrammar on the server: pip install xgrammar there, or leave it out."
             raise Refusal(message, name) from error
@@ -129,8 +126,8 @@ class Service:
             self._grammars = xgrammar.GrammarCompiler(info, cache_limit_bytes=_COMPILED)
         try:
             if asked.forced:
-                return [LogitsProcessor(self._grammars.compile_structural_tag(grammar_of(asked, xgrammar)))]
-            return [LogitsProcessor(self._grammars.compile_json_schema(asked.schema_of_text, any_whitespace=False))]
+                return self._grammars.compile_structural_tag(grammar_of(asked, xgrammar))
+            return self._grammars.compile_json_schema(asked.schema_of_text, any_whitespace=False)
         except RuntimeError as error:
             why = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", sentence(error))  # where it lies in xgrammar's source
             raise Refusal(f"The schema of {name} cannot be met: {why}", name) from error

@@ -56,10 +56,15 @@ class Piece:
 class _Text:
     """One text: its call, which tells it of log-probabilities where they are asked for, and how far it has come."""
 
-    def __init__(self, service: Service, asked: Asked, ids: list[int], seed: int, options: dict[str, Any]) -> None:
+    def __init__(
+        self, service: Service, asked: Asked, grammar: Any, ids: list[int], seed: int, options: dict[str, Any]
+    ) -> None:
         penalties = asked.presence_penalty or 0.0, asked.frequency_penalty or 0.0
-        processors = [AdditivePenaltyLogitsProcessor(len(ids), *penalties)] if any(penalties) else []
-        processors += service.masks(asked)
+        processors: list[Any] = [AdditivePenaltyLogitsProcessor(len(ids), *penalties)] if any(penalties) else []
+        if grammar is not None:
+            from xgrammar.contrib.hf import LogitsProcessor
+
+            processors.append(LogitsProcessor(grammar))
         if processors:
             options = {**options, "logits_processor": processors}
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
@@ -142,9 +147,10 @@ class Texts:
     async def begin(self) -> None:
         """Hand the texts to the batcher, and wait for a token; raise a `Refusal` or, if the client left, that error."""
         service, loop = self._service, asyncio.get_running_loop()
-        if self._asked.masked:  # which compiles its grammar, unless that is known
-            await self._in_time(loop.run_in_executor(service.compiler, service.masks, self._asked))
-        await loop.run_in_executor(service.reader, self._submit, loop)
+        grammar = None
+        if self._asked.masked:
+            grammar = await self._in_time(loop.run_in_executor(service.compiler, service.grammar, self._asked))
+        await loop.run_in_executor(service.reader, self._submit, loop, grammar)
         while not any(text.handle.tokens or text.handle.done() for text in self._texts):
             await self._wait()
         self._first = perf_counter() - self._begun
@@ -171,11 +177,11 @@ class Texts:
         if self._gone:
             raise ClientGoneError
 
-    async def _in_time(self, awaited: Awaitable[Any]) -> None:
-        """Wait for something until the time of the answer is over."""
+    async def _in_time(self, awaited: Awaitable[Any]) -> Any:
+        """Wait for something until the time of the answer is over; return what it gives."""
         try:
             async with asyncio.timeout_at(self._deadline):
-                await awaited
+                return await awaited
         except TimeoutError:
             what = "fewer tokens, or a simpler schema" if self._asked.masked else "fewer tokens"
             late = f"The answer took more than {self._service.limits.timeout:g} s; ask for {what}."
@@ -196,12 +202,12 @@ class Texts:
         note = f"{prompt_tokens} + {tokens} tokens{first}, {'/'.join(sorted(set(ends)))}, seed {self._seed}"
         self._request.state.note = note
 
-    def _submit(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _submit(self, loop: asyncio.AbstractEventLoop, grammar: Any) -> None:
         """Hand all texts to the batcher; those after the first of a prompt have the seeds after its."""
         try:
             for ids, options in zip(self._prompts, self._options, strict=True):
                 for count in range(self._asked.n or 1):
-                    text = _Text(self._service, self._asked, ids, self._seed + count, options)
+                    text = _Text(self._service, self._asked, grammar, ids, self._seed + count, options)
                     self._texts.append(text)
                     text.handle.add_news_callback(partial(loop.call_soon_threadsafe, self._news.set))
         except (TypeError, ValueError) as error:

@@ -59,7 +59,7 @@ def test_why_the_first_one_is_not_used(
     tiny_head(target).save_pretrained(tmp_path)
     known_are(tmp_path, monkeypatch=monkeypatch)
     assert isinstance(load_drafter("auto", target=target, draft_window=3), LookupDrafter)
-    assert f"can be loaded ({tmp_path}: draft_window is 3; give " in caplog.messages[-1]
+    assert f"can be loaded ({tmp_path} is not used: draft_window is 3; give " in caplog.messages[-1]
 
 
 def test_whose() -> None:

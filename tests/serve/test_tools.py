@@ -98,10 +98,11 @@ def calls_of(message: Any) -> list[tuple[str, str]]:
 )
 def test_calls_that_have_to_be_made(service: Service, client: Any, choice: Any, parallel: bool, tokens: int) -> None:
     """The text is stock's with the processor of the same grammar; arguments are those of the schema."""
-    pytest.importorskip("xgrammar")
+    of = pytest.importorskip("xgrammar.contrib.hf")
     given = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": parallel}
     asked = ChatAsked(**given)
-    text, _ = stock(service, asked.functions, max_new_tokens=tokens, logits_processor=service.masks(asked))
+    held = [of.LogitsProcessor(service.grammar(asked))]
+    text, _ = stock(service, asked.functions, max_new_tokens=tokens, logits_processor=held)
     written = map(json.loads, re.findall("<tool_call>\n(.*)\n</tool_call>", text))
     wanted = [(one["name"], one["arguments"]) for one in written]
     rest = text.rpartition("</tool_call>")[2]  # of a call that max_tokens cuts
@@ -234,13 +235,8 @@ def test_response_format(client: Any) -> None:
 
 def test_a_schema_that_takes_too_long(service: Service, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client is told, and others go on."""
-    goes_on, compile_it = Event(), service.masks
-
-    def masks(asked: Any) -> list[Any]:
-        assert not asked.masked or goes_on.wait(60)
-        return compile_it(asked)
-
-    monkeypatch.setattr(service, "masks", masks)
+    goes_on = Event()
+    monkeypatch.setattr(service, "grammar", lambda asked: goes_on.wait(60))
     monkeypatch.setattr(service, "limits", replace(service.limits, timeout=0.5))
     given: dict[str, Any] = {"model": "code", "messages": MESSAGES, "max_tokens": 1}
     try:
