@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import drafts
@@ -27,9 +28,10 @@ from hf_dart.hub.loading import PACKAGED_HEAD
 BEGIN, END = "<!-- hf-dart table: {file} -->", "<!-- hf-dart table end -->"
 """What a table stands between; FILE is the JSON, seen from the folder of the Markdown file.
 
-Of what `hf-dart bench` wrote, "FILE speed" leaves the times by phase out, and "FILE summary" shows the ratios alone.
-"FOLDER evidence" lists the JSON files of a folder of cards: when, where and by which command each was made."""
-_BEGINS = re.compile(r"<!-- hf-dart table: (\S+)(?: (speed|summary|evidence))? -->\n")
+Of what `hf-dart bench` wrote, "FILE speed" leaves the times by phase out, "FILE summary" shows the ratios alone, and
+"FILE means" their means over all texts. "FOLDER evidence" lists the JSON files of a folder of cards: when, where and by
+which command each was made."""
+_BEGINS = re.compile(r"<!-- hf-dart table: (\S+)(?: (speed|summary|means|evidence))? -->\n")
 PLOTS = "plots"
 """A folder of that name beside the JSON holds its plots."""
 
@@ -59,7 +61,7 @@ def table(file: Path, part: str | None = None) -> str:
     Other scripts may leave their own table in their JSON, as "markdown".
 
     Args:
-        part: of a bench: "speed" leaves the times by phase out, "summary" shows the ratios alone.
+        part: of a bench: "speed" leaves the times by phase out, "summary" shows the ratios alone, "means" their means.
 
     Raises:
         ValueError: it is none of these.
@@ -109,7 +111,7 @@ def _renderer(content: dict[str, Any], part: str | None) -> Callable[[dict[str, 
         return drafts.as_table
     if "blocks" in content["results"][0]:
         return training_cost.as_table
-    return summary if part == "summary" else partial(tables.as_table, phases=part is None)
+    return {"summary": summary, "means": means}.get(part or "", partial(tables.as_table, phases=part is None))
 
 
 def summary(report: dict[str, Any]) -> str:
@@ -128,6 +130,21 @@ def summary(report: dict[str, Any]) -> str:
         for (case, mode, batch), by_method in ordered
     ]
     return "\n".join([tables.headline(report), "", *tables.markdown(["", "repeated 4-grams", *methods], cells)])
+
+
+def means(report: dict[str, Any]) -> str:
+    """A Markdown table of each method's mean ratio over all texts, and its least one, for each mode and batch."""
+    ratios: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for one in report["results"]:
+        if one["method"] != tables.STOCK:
+            by_method = ratios.setdefault((one["mode"], one["batch"]), {})
+            by_method.setdefault(one["method"], []).append(one["ratio"]["median"])
+    methods = dict.fromkeys(name for by_method in ratios.values() for name in by_method)
+    cells = [
+        [f"{mode}, batch {batch}", *(f"**{mean(own):.2f}** ({min(own):.2f})" for own in map(by_method.get, methods))]
+        for (mode, batch), by_method in ratios.items()
+    ]
+    return "\n".join(tables.markdown(["mean of x stock (least)", *methods], cells))
 
 
 def render_file(file: Path, head: Path) -> bool:

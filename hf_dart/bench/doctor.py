@@ -10,17 +10,15 @@ from typing import Any
 
 import torch
 from packaging.requirements import Requirement
-from transformers.utils import logging
 
 from hf_dart.bench import profiling, speed, suites
 from hf_dart.bench.exact import run, timed
-from hf_dart.bench.pair import Pair, shown_name, target_of, thinking_of, with_head
+from hf_dart.bench.pair import Pair, load_quietly, shown_name, target_of, thinking_of, with_head
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.errors import UserError, as_user_error, sentence
 from hf_dart.hub.download import optional_json
 from hf_dart.hub.facts import TRAINING_RECORD
-from hf_dart.hub.loading import load_target
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.hub.publish import BENCH
 from hf_dart.hub.tables import OURS, STOCK, Verdict, markdown
@@ -49,12 +47,10 @@ def examine(
     Returns:
         For JSON. passed; checks: name, good, found and remedy of each; settings: what would gain most, as code.
     """
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
     checks, settings, part = [*_machine()], [], "target"
     try:
         target = target or target_of(head)
-        model, tokenizer = load_target(target, dtype, device_map, **options)
+        model, tokenizer = load_quietly(target, dtype, device_map, **options)
         checks += [_check(part, True, shown_name(target, part), ""), *_model(model)]
         part = "trial"
         with as_user_error():
@@ -131,7 +127,7 @@ def _model(model: Any) -> Iterator[Check]:
 
 
 def _fit(pair: Pair) -> Iterator[Check]:
-    """Check what a drafter of the wrong kind would not have been loaded for, and its template."""
+    """Tell what a drafter that was loaded fits, of which the template alone may differ."""
     config = vars(pair.head).get("config")
     known = getattr(config, "tokenizer_hash", None)
     yield _check("tokenizer", True, "the drafter names none" if known is None else "as that of the training", "")

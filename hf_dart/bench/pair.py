@@ -45,12 +45,17 @@ def load_pair(
     Raises:
         UserError: one of them cannot be loaded or they do not fit.
     """
+    target = target or target_of(head)
+    return with_head(*load_quietly(target, dtype, device_map, **options), target, head)
+
+
+def load_quietly(target: str, dtype: str | None, device_map: Any, **options: Any) -> tuple[Any, Any]:
+    """Do what `load_target` does, without transformers' progress bars and warnings."""
     from transformers.utils import logging
 
-    target = target or target_of(head)
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return with_head(*load_target(target, dtype, device_map, **options), target, head)
+    return load_target(target, dtype, device_map, **options)
 
 
 def with_head(model: Any, tokenizer: Any, target: str, head: str | None) -> Pair:

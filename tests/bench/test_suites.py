@@ -148,6 +148,19 @@ def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert_command_says(words, "too short", capsys)
 
 
+def test_the_flag_for_thinking_reaches_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def opened(*given: Any, flags: Any, **options: Any) -> Any:
+        asked.append(flags)
+        raise UserError("That is all.")
+
+    monkeypatch.setattr(suites, "open_suite", opened)
+    for flag in ([], ["--thinking"], ["--no-thinking"]):
+        main(["bench", "--smoke", "--suite", "code", *flag])
+    assert asked == [{}, {"enable_thinking": True}, {"enable_thinking": False}]
+
+
 def test_prompts_of_several_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [tmp_path / "a.txt", tmp_path / "b.txt"]
     for file in files:
