@@ -4,12 +4,15 @@
     python learning.py other      # headers, with the target as it is
     python learning.py same       # Python, for which the head was trained: there is nothing to learn
     python learning.py untrained  # Python, with a head of random weights
+    python learning.py anchors    # headers: the same steps on the same texts, from drafts that begin here or there
 
-Figures are of the small packaged pair, on the threads that torch has. Texts are sampled at T = 1 and T = 0.7 in turn,
-`--rows` at a time, and drafted in trees of one size. Each call is made a second time without the learner, for the
-acceptance length of the head as it was on the same text, so that `same` says what a learner loses. For 50,000 tokens:
+Figures are of the small packaged pair unless `--target` and `--head` name another, on the threads that torch has.
+Texts are sampled at T = 1 and T = 0.7 in turn, `--rows` at a time, and drafted in trees of one size. Each call is made
+a second time without the learner, for the acceptance length of the head as it was on the same text, so that `same` says
+what a learner loses. For 50,000 tokens, and for a larger pair:
 
     python learning.py same --tokens 50000
+    python learning.py shifted --target google/gemma-3-270m --head examples/gemma3_270m/head --nodes 8 --held 8 --alone
 """
 
 from __future__ import annotations
@@ -31,9 +34,10 @@ from hf_dart.bench.pair import load_pair
 from hf_dart.cli.demo_learning import TREE, fine_tune, header_tokens
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.hub.machine import circumstances
+from hf_dart.learning import student
 
 TEMPERATURES = (1.0, 0.7)
-PROMPT, HELD = 64, 16  # tokens of a prompt; texts that tau is measured on
+PROMPT = 64  # tokens
 OF_THE_CARDS = ("peft", "httpx", "_pytest")  # files that other figures of the packaged pair are of
 
 
@@ -47,35 +51,41 @@ def python_tokens(tokenizer: Any, length: int = 128) -> list[list[int]]:
     return [ids[length : 2 * length] for ids in tokens if len(ids) >= 2 * length]
 
 
-def drafted(model: Any, head: Any, prompts: list[list[int]], number: int, new: int) -> DraftStats:
+def drafted(model: Any, head: Any, prompts: list[list[int]], number: int, new: int, nodes: int) -> DraftStats:
     ids = torch.tensor(prompts)
     torch.manual_seed(number)
     options = {"do_sample": True, "temperature": TEMPERATURES[number % 2], "top_k": 0, "max_new_tokens": new}
-    tree = TreeConfig(**TREE)
+    tree = TreeConfig(**{**TREE, "nodes": nodes})
     model.generate(ids, attention_mask=torch.ones_like(ids), **options, assistant=head, tree_config=tree)
     return head.last_stats
 
 
-def held_out(model: Any, head: Any, prompts: list[list[int]]) -> list[float]:
+def held_out(model: Any, head: Any, prompts: list[list[int]], nodes: int) -> list[float]:
     """tau at each temperature."""
-    return [round(drafted(model, head, prompts, number, 96).tau, 3) for number in range(2)]
+    return [round(drafted(model, head, prompts, number, 96, nodes).tau, 3) for number in range(2)]
 
 
 def measured(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    pair = load_pair()
+    pair = load_pair(arguments.target, arguments.head, "float32")
     model, head = pair.model, pair.head
-    rows = (python_tokens if kind in ("same", "untrained") else header_tokens)(pair.tokenizer)
+    begin = pair.tokenizer("")["input_ids"]  # <bos>, or nothing
+    pieces = (python_tokens if kind in ("same", "untrained") else header_tokens)(pair.tokenizer)
+    rows = [begin + piece for piece in pieces]
     random.Random(1).shuffle(rows)
     prompts = [row[:PROMPT] for row in rows]
-    held, prompts = prompts[:HELD], prompts[HELD:]
-    found: dict[str, Any] = {"kind": kind, "share": arguments.share, "rows": arguments.rows}
+    held, prompts = prompts[: arguments.held], prompts[arguments.held :]
+    nodes = arguments.nodes
+    found: dict[str, Any] = {"kind": kind, "share": arguments.share, "rows": arguments.rows, "nodes": nodes}
     if kind == "untrained":
-        head = DartHead.from_target(model, tokenizer=pair.tokenizer, feature_layers=head.feature_layers, num_layers=1)
-    found["tau of the pair"] = held_out(model, pair.head, held)
+        same = {"feature_layers": head.feature_layers, "draft_vocabulary": head.draft_vocabulary, "num_layers": 1}
+        head = DartHead.from_target(model, tokenizer=pair.tokenizer, **same)
+    found["tau of the pair"] = held_out(model, pair.head, held, nodes)
     if kind == "shifted":
         count = len(prompts) // 2
-        found["loss of the target"] = fine_tune(model, rows[HELD + count :], arguments.tuning)
+        found["loss of the target"] = fine_tune(model, rows[arguments.held + count :], arguments.tuning)
         prompts = prompts[:count]
+    if kind == "anchors":
+        return found | anchors(model, head, prompts, held, arguments)
     frozen = copy.deepcopy(head)
     learner = Learner(share=arguments.share)
     attach(model, head, learner=learner)
@@ -89,14 +99,16 @@ def measured(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
             marks.pop(0)
             learner.pause()
             stats = learner.stats
-            curve.append({"tokens": served["learner"].tokens, "tau": held_out(model, head, held), "steps": stats.steps})
+            curve.append(
+                {"tokens": served["learner"].tokens, "tau": held_out(model, head, held, nodes), "steps": stats.steps}
+            )
             curve[-1] |= {"seconds": round(stats.seconds, 1), "share": round(stats.share, 3), "learnt": stats.learnt}
             print(json.dumps(curve[-1]), f"{time.time() - started:.0f} s; {stats}", flush=True)
             learner.resume()
         some = [prompts[(number * arguments.rows + row) % len(prompts)] for row in range(arguments.rows)]
-        served["learner"].merge(drafted(model, head, some, number, 128))
+        served["learner"].merge(drafted(model, head, some, number, 128, nodes))
         if not arguments.alone:
-            served["frozen"].merge(drafted(model, frozen, some, number, 128))
+            served["frozen"].merge(drafted(model, frozen, some, number, 128, nodes))
         number += 1
     taus = {name: round(stats.tau, 3) for name, stats in served.items() if stats.tokens}
     found |= {"curve": curve, "served tau": taus}
@@ -106,13 +118,47 @@ def measured(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
+def anchors(
+    model: Any, head: Any, prompts: list[list[int]], held: list[list[int]], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """tau on texts that were not learnt from, by the share of the texts in a step whose drafts begin anywhere."""
+    learner = Learner(share=0)
+    attach(model, head, learner=learner)
+    served = DraftStats()
+    for number in range(10**6):
+        some = [prompts[(number * arguments.rows + row) % len(prompts)] for row in range(arguments.rows)]
+        served.merge(drafted(model, head, some, number, 128, arguments.nodes))
+        if served.tokens >= arguments.tokens:
+            break
+    learner.pause()
+    learner._ring.take_fresh()
+    found: dict[str, Any] = {"tokens": served.tokens, "steps": arguments.steps, "after": {}}
+    before = found["before"] = held_out(model, head, held, arguments.nodes)
+    for share in (1.0, 0.5, 0.0):
+        student._ANYWHERE = share
+        learns = student.Student(head)
+        for _ in range(arguments.steps):
+            learns.step(learner._ring.draw(student.SEGMENTS, learns.generator), arguments.rate)
+        learns.use(True)
+        found["after"][share] = held_out(model, head, held, arguments.nodes)
+        learns.use(False)
+        print(share, before, found["after"][share], flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=("shifted", "other", "same", "untrained"))
+    parser.add_argument("kind", choices=("shifted", "other", "same", "untrained", "anchors"))
+    parser.add_argument("--target", help="folder or Hub id (default: that of --head)")
+    parser.add_argument("--head", help="folder or Hub id (default: the packaged pair's)")
     parser.add_argument("--tokens", type=int, default=20000, help="to be served (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=1, help="texts at a time (default: %(default)s)")
+    parser.add_argument("--nodes", type=int, default=TREE["nodes"], help="of each tree (default: %(default)s)")
+    parser.add_argument("--held", type=int, default=16, help="texts that tau is measured on (default: %(default)s)")
     parser.add_argument("--share", type=float, default=0.1, help="of the learner (default: %(default)s)")
     parser.add_argument("--tuning", type=float, default=60, help="seconds of fine-tuning (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=200, help="of anchors (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of anchors (default: %(default)s)")
     parser.add_argument("--alone", action="store_true", help="do not repeat each call without the learner")
     parser.add_argument("--json", type=Path, help="file of figures by kind, in which this kind is replaced")
     arguments = parser.parse_args()
