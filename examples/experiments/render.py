@@ -80,7 +80,8 @@ def evidence(cards: Path) -> str:
         where = [found.get("hardware", ""), f"threads: {found['threads']}" if "threads" in found else ""]
         packages = [f"{name} {number}" for name, number in found.get("versions", {}).items()]
         command = f"`{found['command']}`" if "command" in found else "the card says it"
-        rows.append([link, found["date"], ", ".join(filter(None, where)), ", ".join(packages), command])
+        known = [", ".join(filter(None, part)) or "not recorded" for part in (where, packages)]
+        rows.append([link, found["date"], *known, command])
     return "\n".join(tables.markdown(["figures", "date", "hardware", "versions", "command"], rows))
 
 
