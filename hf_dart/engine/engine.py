@@ -18,8 +18,7 @@ from hf_dart.decoding.api import unwrapped
 from hf_dart.decoding.session import Session, one_round
 from hf_dart.drafters.base import Drafter
 from hf_dart.engine.compiling import EngineConfig
-from hf_dart.engine.graphs import Capture, memory_pool
-from hf_dart.engine.memory import Memory
+from hf_dart.engine.graphs import Capture, Memory, memory_pool
 from hf_dart.engine.tier import Tier, drafts_on_fixed_shapes
 from hf_dart.models.devices import matmul_precision, state_of
 from hf_dart.models.identity import identity, users_hooks

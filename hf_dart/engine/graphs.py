@@ -1,4 +1,4 @@
-"""Launching a round: one CUDA graph, or a plain call where there is no CUDA."""
+"""Launching a round: one CUDA graph, or a plain call where there is no CUDA; and memory that graphs share."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from hf_dart.cache.slot_cache import Zeros
 from hf_dart.engine.compiling import EngineConfig
-from hf_dart.engine.memory import Memory
 
 _WARM_UPS = 3  # calls before the capture: what is compiled, tuned or allocated on first use is so by then
 _capturing = Lock()
@@ -21,6 +22,30 @@ class Pool(NamedTuple):
 
     handle: Any
     stream: torch.cuda.Stream
+
+
+class Memory:
+    """Buffers by name, each as large as the largest that was asked for; the others of that name are views of it.
+
+    One tier is loaded at a time, and what it holds is put there as it is loaded. So keys and values of tiers that
+    differ in their trees, processors or rows lie in one place. A tier twice as long needs a larger buffer, while those
+    in use stay where they are: graphs know them by their addresses.
+    """
+
+    def __init__(self) -> None:
+        self._largest: dict[tuple[str, str, torch.dtype, torch.device], Tensor] = {}
+
+    def of(self, owner: str) -> Zeros:
+        """Return what makes the owner's buffers by name, of zeros; others of that name may be written over."""
+
+        def zeros(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+            key, size = (owner, name, dtype, device), torch.Size(shape).numel()
+            flat = self._largest.get(key)
+            if flat is None or flat.numel() < size:
+                flat = self._largest[key] = torch.empty(size, dtype=dtype, device=device)
+            return flat[:size].view(shape).zero_()
+
+        return zeros
 
 
 class Capture(NamedTuple):
