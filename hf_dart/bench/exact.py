@@ -16,6 +16,7 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.hub.tables import Verdict
 from hf_dart.models.devices import generator_state
 from hf_dart.models.quantised import rounding_of
+from hf_dart.models.tokenizers import end_tokens
 from hf_dart.models.tolerance import coarsest, narrow_dtype
 
 T = TypeVar("T")
@@ -52,12 +53,6 @@ class Run:
             last = next((place for place, token in enumerate(row) if token in ends), len(row))
             found.append(row[: last + 1])
         return found
-
-
-def end_tokens(model: Any) -> list[int]:
-    """Return the tokens that end a text."""
-    ends = model.generation_config.eos_token_id
-    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
 
 
 def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int = 0) -> Run:

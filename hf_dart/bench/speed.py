@@ -13,10 +13,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_dart.bench.baselines import COMPILED, takes
-from hf_dart.bench.exact import Difference, Run, compare, differences, end_tokens, run
+from hf_dart.bench.exact import Difference, Run, compare, differences, run
 from hf_dart.bench.pair import Pair
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.hub.tables import STOCK, Verdict
+from hf_dart.models.tokenizers import end_tokens
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import annotated, check_fields, check_types, refuse_unknown
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.publish import add_custom_generate
-from hf_dart.models.features import default_feature_layers, layer_count, lm_head_of
+from hf_dart.models.features import default_feature_layers, layer_count, lent_modules
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -172,12 +172,7 @@ class DrafterConfig(PreTrainedConfig):
         refuse_unknown(overrides, annotated(cls), f"{cls.__name__} has no field")
         unwrapped(target)
         text = target.config.get_text_config(decoder=True)
-        embeddings, lm_head = target.get_input_embeddings(), lm_head_of(target)
-        if embeddings is None or lm_head is None:
-            raise ValueError(
-                f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "
-                "language model (AutoModelForCausalLM)."
-            )
+        embeddings, lm_head = lent_modules(target)
         hidden = int(text.hidden_size)
         heads = _first(text, ("num_attention_heads",), max(hidden // 64, 1))  # a target may have no attention
         fields: dict[str, Any] = {

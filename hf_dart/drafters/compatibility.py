@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.base import Drafter
-from hf_dart.models.features import layer_count, lm_head_of
+from hf_dart.models.features import layer_count, lent_modules
 from hf_dart.models.tokenizers import same_vocabulary, template_hash, tokenizer_beside
 
 
@@ -33,12 +33,7 @@ def unwrapped(model: Any) -> Any:
 def check_compatible(config: Any, target: PreTrainedModel, tokenizer: Any = None) -> None:
     """Raise a `ValueError` that names both sides if a drafter's config does not fit a target or its tokenizer."""
     made_for = config.made_for
-    embeddings, lm_head = target.get_input_embeddings(), lm_head_of(target)
-    if embeddings is None or lm_head is None:
-        raise ValueError(
-            f"{type(target).__name__} has no input embeddings or no LM head to lend; give the causal language "
-            f"model that this drafter was made for ({made_for})."
-        )
+    embeddings, lm_head = lent_modules(target)
     text = target.config.get_text_config(decoder=True)
     has = {
         "hidden size": int(text.hidden_size),

@@ -23,6 +23,17 @@ def lm_head_of(target: PreTrainedModel) -> Any:
     return next((head for head in heads if head is not None), named)
 
 
+def lent_modules(target: PreTrainedModel) -> tuple[Any, Any]:
+    """Return the input embeddings and the LM head that a target lends its drafter; raise if it has none."""
+    embeddings, lm_head = target.get_input_embeddings(), lm_head_of(target)
+    if embeddings is None or lm_head is None:
+        raise ValueError(
+            f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal language model "
+            "(AutoModelForCausalLM)."
+        )
+    return embeddings, lm_head
+
+
 def layer_count(target: PreTrainedModel) -> int:
     """Return the number of layers of a target (a causal LM) whose hidden states it returns for text.
 

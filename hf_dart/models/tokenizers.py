@@ -32,6 +32,13 @@ def template_hash(template: str) -> str:
     return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
+def end_tokens(model: Any, tokenizer: Any = None) -> list[int]:
+    """Return the tokens that end a text of a target; without any of its own, its tokenizer's."""
+    ends = model.generation_config.eos_token_id
+    ends = getattr(tokenizer, "eos_token_id", None) if ends is None else ends
+    return [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [int(ends)]
+
+
 def tokenizer_beside(target: PreTrainedModel) -> Tokenizer | None:
     """Return the tokenizer stored with the target's weights, if it is on this machine."""
     name = target.config.name_or_path

@@ -16,10 +16,11 @@ from support.sentences import refused
 from support.tiny_training import largest_file, tiny_head, tiny_target, write_json_lines
 
 from hf_dart.cli import main
+from hf_dart.models.tokenizers import end_tokens
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.regenerate.regenerate import begin, open_sources, regenerate
 from hf_dart.training.regenerate.sampling import Sampling
-from hf_dart.training.regenerate.writer import RegenerateSettings, as_message, end_tokens
+from hf_dart.training.regenerate.writer import RegenerateSettings, as_message
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
@@ -31,7 +32,7 @@ TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * (i % 4 + 1) for i in range(14)]
 MODEL = tiny_target(torch.float64, vocab_size=len(TOKENIZER), eos_token_id=TOKENIZER.eos_token_id)
 MODEL.lm_head.weight.data[40:] *= 0.1
 MODEL.generation_config.eos_token_id = [TOKENIZER.eos_token_id, 16, 17]
-ENDS = end_tokens(MODEL, TOKENIZER)
+ENDS = {*end_tokens(MODEL, TOKENIZER)}
 
 
 def sources_of(folder: Path, rows: list[dict[str, Any]]) -> Any:

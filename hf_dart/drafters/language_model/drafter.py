@@ -31,7 +31,7 @@ from hf_dart.interop.eagle3 import eagle1_format
 from hf_dart.interop.mtp_module import module_format
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import device_of, users_default
-from hf_dart.models.features import lm_head_of
+from hf_dart.models.features import lent_modules, lm_head_of
 from hf_dart.models.positions import position_limit
 from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.models.tokenizers import tokenizer_beside, vocabulary_hash
@@ -221,7 +221,5 @@ def check_vocabulary(model: PreTrainedModel, target: PreTrainedModel, tokenizer:
 
 
 def _logits_of(target: PreTrainedModel) -> int:
-    lm_head = lm_head_of(target)
-    if lm_head is None:
-        raise ValueError(f"{type(target).__name__} has no LM head to draft for; give a causal language model.")
-    return int(getattr(lm_head, "out_features", target.get_input_embeddings().num_embeddings))
+    embeddings, lm_head = lent_modules(target)
+    return int(getattr(lm_head, "out_features", embeddings.num_embeddings))

@@ -23,13 +23,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.suffix_store import SuffixStore
+from hf_dart.models.tokenizers import end_tokens
 from hf_dart.serve.batcher import Batcher
 from hf_dart.training.data.chat import Message
 from hf_dart.training.data.documents import group_files
 from hf_dart.training.data.encoding import Encoder
 from hf_dart.training.data.packing import cut
 from hf_dart.training.data.sources import DataArguments, open_encoded
-from hf_dart.training.regenerate.writer import RegenerateSettings, Row, Writer, end_tokens
+from hf_dart.training.regenerate.writer import RegenerateSettings, Row, Writer
 
 
 def rows_of(sources: Iterable[tuple[Any, Encoder]], settings: RegenerateSettings) -> Iterator[Row]:
@@ -126,7 +127,7 @@ def regenerate(
     # If this ends early, the batcher ends first: the threads, which wait for it, end with it.
     with ThreadPoolExecutor(seats) as pool, Batcher(model, head, seats=seats, max_tokens=most) as batcher:
         memory = None if head is None else SuffixStore()
-        writer = Writer(batcher, end_tokens(model, tokenizer), settings, memory)
+        writer = Writer(batcher, {*end_tokens(model, tokenizer)}, settings, memory)
         written = deque(pool.submit(writer.record, row) for row in islice(left, 2 * seats))
         while written:
             record = written.popleft().result()

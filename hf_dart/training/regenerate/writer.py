@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 
 from hf_dart.decoding.suffix_store import SuffixStore
 from hf_dart.errors import check_fields
@@ -112,13 +112,6 @@ class Writer:
                 break
         record = {"messages": history[:kept], "new_tokens": tokens}
         return {**record, **({"tools": tools} if tools else {})} if kept else None
-
-
-def end_tokens(model: PreTrainedModel, tokenizer: Any) -> set[int]:
-    """Return the tokens that end a text of the target."""
-    ends: Any = model.generation_config.eos_token_id
-    ends = tokenizer.eos_token_id if ends is None else ends
-    return {*ends} if isinstance(ends, (list, tuple)) else {ends} - {None}
 
 
 def as_message(tokenizer: Any, ends: set[int], prompt: list[int], ids: list[int]) -> Message:
