@@ -29,11 +29,9 @@ def sentence(error: BaseException) -> str:
 
 @contextmanager
 def as_user_error(*kinds: type[Exception], about: str = "") -> Iterator[None]:
-    """Turn errors that are raised inside into a `UserError` of one sentence.
+    """Turn errors of these kinds that are raised inside into a `UserError` of one sentence, after what it is about.
 
-    Args:
-        kinds: of errors; none stands for `ValueError` and `OSError`, which are what this package raises for input.
-        about: what comes before the sentence, such as "Cannot read FILE".
+    Without any they are `ValueError` and `OSError`, which this package raises for input.
     """
     caught = kinds or (ValueError, OSError)
     try:
@@ -47,17 +45,11 @@ def as_user_error(*kinds: type[Exception], about: str = "") -> Iterator[None]:
 def check_fields(
     config: Any,
     *,
-    least: Mapping[str, int] | None = None,
-    choices: Mapping[str, Sequence[str]] | None = None,
-    shares: Sequence[str] = (),
+    least: Mapping[str, int] | None = None,  # the smallest number that each field may be
+    choices: Mapping[str, Sequence[str]] | None = None,  # the words that each may be
+    shares: Sequence[str] = (),  # fields that go from 0 to 1
 ) -> None:
-    """Raise a `ValueError` that names the first field out of range; None is in every range.
-
-    Args:
-        least: the smallest number that each field may be.
-        choices: the words that each field may be.
-        shares: fields that go from 0 to 1.
-    """
+    """Raise a `ValueError` that names the first field out of range; None is in every range."""
     for name, smallest in (least or {}).items():
         value = getattr(config, name)
         if value is not None and value < smallest:
@@ -158,10 +150,7 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 def check_types(config: Any, kind: type, prefix: str = "") -> None:
     """Raise a `ValueError` that names the first field which holds something else than its annotation says.
 
-    Args:
-        config: an instance.
-        kind: its class, or the base class of it whose own fields are looked at.
-        prefix: of fields, in the message.
+    `kind` is the class of the config, or the base class of it whose own fields are looked at.
     """
     for name, annotation in kind.__annotations__.items():
         wanted = annotation.removesuffix(" | None")

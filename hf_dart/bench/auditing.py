@@ -20,19 +20,14 @@ _MODES = (_GREEDY, "sampled, T=1")
 
 
 def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool = True) -> dict[str, Any]:
-    """Run all prompts with and without the head, greedy and sampled, one by one and in one padded batch of all.
+    """Run two or more prompts with and without the head, greedy and sampled, one by one and in one padded batch of all.
 
-    Args:
-        prompts: token ids, two prompts or more.
-        settings: their `prompt_tokens`, `new_tokens` and `seed` are used.
-
-    Returns:
-        For JSON. settings: as they were used; passed: whether no drafted run differs at more than a near-tie and each
-        leaves the generator as stock does; compared: the fields of the `Verdict` on all drafted runs; attention: the
-        target's, and what verifies its trees; rounding: the dtype that near-ties are judged by; findings: by mode and
-        prompt the first difference (None without one) of `drafted`, the prompt alone, of `drafted_batch`, and of
-        greedy text of `control`, stock in the batch against stock alone: what a change of shapes does without any
-        drafts. (Sampled in a batch, a row is drawn with other noise than alone.)
+    Returned for JSON are settings: as they were used; passed: whether no drafted run differs at more than a near-tie
+    and each leaves the generator as stock does; compared: the fields of the `Verdict` on all drafted runs; attention:
+    the target's, and what verifies its trees; rounding: the dtype that near-ties are judged by; findings: by mode and
+    prompt the first difference (None without one) of `drafted`, the prompt alone, of `drafted_batch`, and of greedy
+    text of `control`, stock in the batch against stock alone: what a change of shapes does without any drafts.
+    (Sampled in a batch, a row is drawn with other noise than alone.)
     """
     settings = replace(settings, prompts=len(prompts), repeats=1, batches=(1, len(prompts)))
     modes = {mode: MODES[mode] for mode in _MODES}

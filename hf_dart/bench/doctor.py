@@ -38,14 +38,9 @@ _KEPT = 0.7  # of a promised acceptance length: other text may cost the rest
 def examine(
     target: str | None, head: str | None, dtype: str | None, device_map: Any, new_tokens: int = 48, **options: Any
 ) -> dict[str, Any]:
-    """Check a target and its drafter on this machine, as far as they can be loaded.
+    """Check a target and its drafter (of `load_pair`) on this machine, as far as they can be loaded, on ten prompts.
 
-    Args:
-        target, head, dtype, device_map, options: as for `hf_dart.bench.pair.load_pair`.
-        new_tokens: written for each of ten prompts.
-
-    Returns:
-        For JSON. passed; checks: name, good, found and remedy of each; settings: what would gain most, as code.
+    Returned for JSON are passed; checks: name, good, found and remedy of each; settings: what would gain most, as code.
     """
     checks, settings, part = [*_machine()], [], "target"
     try:

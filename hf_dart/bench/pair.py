@@ -27,24 +27,13 @@ class Pair(NamedTuple):
 
 
 def load_pair(
-    target: str | None = None,
-    head: str | None = None,
-    dtype: str | None = None,
-    device_map: str | None = None,
+    target: str | None = None,  # folder or Hub id, or `PACKAGED`; None is the one that the head was made for
+    head: str | None = None,  # the same; None is the packaged target's, and copied text alone with others
+    dtype: str | None = None,  # one of `DTYPES`; None is float32 for the packaged target, else as they were saved
+    device_map: str | None = None,  # as for `from_pretrained` of the target, like `options`
     **options: Any,
 ) -> Pair:
-    """Load a target, its tokenizer and its head, attached.
-
-    Args:
-        target: folder or Hub id, or `PACKAGED`; None for the one that the head was made for.
-        head: folder or Hub id, or `PACKAGED`; None for the packaged one with the packaged target, and to draft copied
-            text alone (`LookupDrafter`) with others.
-        dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
-        device_map, options: as for `from_pretrained` of the target.
-
-    Raises:
-        UserError: one of them cannot be loaded or they do not fit.
-    """
+    """Load a target, its tokenizer and its head, attached; a `UserError` if one cannot be loaded or they do not fit."""
     target = target or target_of(head)
     return with_head(*load_quietly(target, dtype, device_map, **options), target, head)
 

@@ -38,24 +38,17 @@ class Profile(NamedTuple):
 def measure(
     pair: Pair,
     *,
-    depth: int | None = None,
-    context: int = 192,
-    rounds: int = 24,
+    depth: int | None = None,  # of the drafts; None is what the head's own trees have
+    context: int = 192,  # tokens of a random prompt
+    rounds: int = 24,  # that are timed at a time, or fewer where trees bring more tokens
     repeats: int = 3,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int] = SIZES,  # of trees, rising from 1; two or more
     quiet: bool = True,
 ) -> Profile:
     """Time greedy rounds at batch 1, interleaved with stock, and keep the quickest repeat of each.
 
     Rounds are counted, whatever their drafts are worth. What grows with the tree besides the target's forward
-    (growth, walk, masks) is part of its cost. The results are rounded.
-
-    Args:
-        pair: target and head, which drafts text of its own: copied text fills no tree of a given size.
-        depth: of the drafts, which cost autoregressive heads a pass each; None is what the head's own trees have.
-        context: tokens of a random prompt.
-        rounds: how many are timed at a time, or fewer where trees bring more tokens.
-        sizes: of trees, rising from 1; two or more.
+    (growth, walk, masks) is part of its cost. The results are rounded. Copied text fills no tree of a given size.
     """
     head, levels = pair.head, takes_levels(pair.model)
     vocabulary = pair.model.get_input_embeddings().num_embeddings

@@ -113,16 +113,12 @@ def ask(port: int, body: dict[str, Any]) -> Answer:
 
 
 def measure(
-    commands: dict[str, list[str]], model: str, prompts: list[str], settings: Settings
+    commands: dict[str, list[str]],  # that start the servers, by their names
+    model: str,  # as requests name it
+    prompts: list[str],  # of the requests, in turn, each with a seed of its own
+    settings: Settings,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Measure servers that run at a time, one after the other with each number of clients.
-
-    Args:
-        commands: that start them, by name.
-        model: by which requests name the model.
-        prompts: of the requests, in turn, each with a seed of its own.
-        settings: of the run.
-    """
+    """Measure servers that run at a time, one after the other with each number of clients."""
     common = {"model": model, "max_tokens": settings.new_tokens, "temperature": settings.temperature}
     bodies = [{**common, "prompt": prompt, "seed": seed} for seed, prompt in enumerate(prompts)]
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}

@@ -39,14 +39,8 @@ class DartCandidateGenerator(CandidateGenerator):
     token for token. Sampled text has stock's distribution, but is another text for the same seed: drafts are drawn from
     q with the call's own processors, and `candidate_logits` returns q, as rejection sampling needs. hf_dart's own loop
     (`assistant=head`) verifies trees and equals stock for the same seed; this one is for targets and attention
-    that take no tree mask.
-
-    Args:
-        drafter: what drafts.
-        target: the model that verifies.
-        generation_config: of the call, as `generate` prepared it.
-        processors: likewise.
-        pads: how many left-padding tokens the prompt begins with.
+    that take no tree mask. Config and processors are those of the call as `generate` prepared it, and the prompt begins
+    with so many left `pads`.
     """
 
     requires_model_outputs = True
@@ -116,20 +110,14 @@ class DartCandidateGenerator(CandidateGenerator):
         features = gather_features(outputs, self._drafter.feature_layers, ids.new_empty(1, positions))
         features, tokens = features[:, skipped:kept], ids[:, skipped - kept :]
         counts = torch.tensor([kept - skipped])
-        depth = min(self._depth, self._room(ids))
+        room = self._max_length - ids.shape[1] - 1  # the target adds one token of its own
+        ahead = self._last_position - (ids.shape[1] - 1 - self._pads)
+        depth = min(self._depth, room if ahead < 0 else min(room, ahead))
         if depth <= 0:
             self._drafter.extend(self._state, features, tokens, counts)
             return ids, None
         proposal = self._drafter.propose(self._state, features, tokens, counts, depth)
         return (ids, None) if proposal is None else self._draw(ids, proposal, outputs.logits.shape[-1])
-
-    def _room(self, ids: Tensor) -> int:
-        """Return the number of tokens that may be drafted after `ids` [1, T]."""
-        room = self._max_length - ids.shape[1] - 1  # the target adds one of its own
-        position = ids.shape[1] - 1 - self._pads
-        if position <= self._last_position:
-            return min(room, self._last_position - position)
-        return room
 
     def _draw(self, ids: Tensor, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """Return a chain after `ids` [1, T], up to its first end token, drawn with the call's processors."""

@@ -42,12 +42,8 @@ from transformers import (
 class AdditivePenaltyLogitsProcessor(LogitsProcessor):
     """Penalty of tokens that a text has already, subtracted from their scores, as OpenAI's API has it.
 
-    Source: https://platform.openai.com/docs/api-reference/completions (`presence_penalty`, `frequency_penalty`).
-
-    Args:
-        prompt_length: tokens of the prompt, which count for nothing.
-        presence: is subtracted once.
-        frequency: is subtracted for each time that the token is there.
+    Source: https://platform.openai.com/docs/api-reference/completions: `presence` is subtracted once, `frequency` for
+    each time that the token is there after the prompt.
     """
 
     def __init__(self, prompt_length: int, presence: float, frequency: float) -> None:
@@ -154,9 +150,7 @@ def all_known(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in (*_ROW_FREE, *_ROW_BOUND) or _new_xgrammar(processor) for processor in processors)
 
 
-def needs_stocks_steps(
-    processors: LogitsProcessorList, criteria: Any, streamer: Any, generation_config: Any
-) -> bool:
+def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer: Any, generation_config: Any) -> bool:
     """Return True if all rows must go in step, one call per position on the whole batch, as calls may do anything.
 
     A processor or criterion that is not known may keep state from call to call, look across rows, read the clock or

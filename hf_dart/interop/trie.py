@@ -30,21 +30,15 @@ Progress = Callable[[str], object]
 
 def read_trie(
     trie: str | Path,
-    path: str | Path,
+    path: str | Path,  # of the table to write
     *,
-    tokenizer: Any = None,
-    vocab_size: int | None = None,
+    tokenizer: Any = None,  # that the n-grams were counted with, whose hash and size are kept in the table
+    vocab_size: int | None = None,  # V, where there is no tokenizer to ask
     progress: Progress = lambda line: None,
 ) -> NgramTable:
     """Write the n-grams of a `.trie` file into a new table.
 
     N-grams with a count of 0, as reducing a trie leaves them, are left out; so is the root's count.
-
-    Args:
-        trie: the file to read.
-        path: of the table to write.
-        tokenizer: that the n-grams were counted with, whose hash and size are kept in the table.
-        vocab_size: V, where there is no tokenizer to ask.
     """
     trie, path = Path(trie), Path(path)
     if vocab_size is None and tokenizer is None:

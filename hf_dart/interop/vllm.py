@@ -30,14 +30,9 @@ _UNKNOWN = (
 
 
 def write_vllm(head: Any, folder: str | Path, *, target: PreTrainedModel, verifier: str | None = None) -> None:
-    """Write a head for vLLM: config.json and model.safetensors, without token embeddings, which are the target's.
+    """Write a `DartHead` for vLLM: config.json and model.safetensors, without token embeddings, which are the target's.
 
-    Args:
-        head: a `DartHead`, bound to its target, without an adapter.
-        verifier: the target's Hub id or folder, for vLLM to find; the head's `target_name` if left out.
-
-    Raises:
-        ValueError: vLLM knows no such head; the message says why.
+    vLLM finds the target by its Hub id or folder `verifier`, or else by the head's `target_name`.
     """
     if head.adapted:
         raise ValueError("This head has an adapter, which vLLM does not know; call head.merge_adapter() first.")

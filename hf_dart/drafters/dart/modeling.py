@@ -114,7 +114,9 @@ class DartModel(TrainedDrafter):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, BigramSelector):
-            module.start_neutral()
+            first = module.candidate.get_parameter("2.weight") if module.context is None else module.context.weight
+            for weight in (first, module.log_scale.weight, module.log_weight.weight):  # then delta is zero
+                nn.init.zeros_(weight)
         elif isinstance(module, Editor):
             nn.init.zeros_(module.correction.weight)
         else:
@@ -235,23 +237,15 @@ class BigramSelector(nn.Module):
         self.log_weight = nn.Embedding(config.draft_length, 1)
         self._tables: tuple[Any, Tensor, Tensor] | None = None
 
-    def start_neutral(self) -> None:
-        """Let delta be zero, and every scale and weight 1."""
-        nn.init.zeros_(self.candidate.get_parameter("2.weight") if self.context is None else self.context.weight)
-        nn.init.zeros_(self.log_scale.weight)
-        nn.init.zeros_(self.log_weight.weight)
-
     def forward(
-        self, hidden: Tensor, logits: Tensor, embeddings: Tensor, previous: Tensor, candidates: Tensor
+        self,
+        hidden: Tensor,  # [..., d, H] what the draft logits were read from
+        logits: Tensor,  # [..., d, K] u of the candidates
+        embeddings: Tensor,  # [n, E]
+        previous: Tensor,  # [..., d, J]
+        candidates: Tensor,  # [..., d, K]
     ) -> Tensor:
-        """`delta` of all pairs: [..., d, J, K].
-
-        Args:
-            hidden: [..., d, H] what the draft logits were read from.
-            logits: [..., d, K] u of the candidates.
-            embeddings: [n, E] of n different tokens.
-            previous, candidates: [..., d, J] and [..., d, K] which of them are in front, and the candidates.
-        """
+        """`delta` of all pairs [..., d, J, K]: of those of n different tokens that are in front and the candidates."""
         return self._delta(hidden, logits, self.previous(embeddings)[previous], self.candidate(embeddings)[candidates])
 
     def lookup(
