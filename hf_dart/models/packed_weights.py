@@ -98,6 +98,13 @@ def release(target: PreTrainedModel) -> None:
     _known.pop(target, None)
 
 
+def release_changed(target: PreTrainedModel) -> None:
+    """Free the packed weights of a target whose weights have changed since."""
+    known = _known.get(target)
+    if known is not None and known.state != contents_of(packable(target)):
+        release(target)
+
+
 def packed_weights(target: PreTrainedModel) -> AbstractContextManager[Any]:
     """Return the context in which a forward of this target reads packed weights, if there are any."""
     known = _known.get(target)

@@ -130,6 +130,19 @@ def test_changes_that_no_version_counts(target: Any, change: str) -> None:
     compare(target, head, batch(3, "sdpa"), **MODES["greedy"])
 
 
+@pytest.mark.parametrize("change", UNCOUNTED)
+def test_a_changed_target_is_attached_once_more(target: Any, change: str) -> None:
+    """The trial reads no copies of what the weights were, and the next call has new ones."""
+    head = tiny_head(attach(target))
+    compare(target, head, batch(3, "sdpa"), **MODES["greedy"])
+    UNCOUNTED[change](target.lm_head.weight)
+    spoil(target)
+    attach(target)
+    assert target not in packing._known
+    compare(target, head, batch(3, "sdpa"), **MODES["greedy"])
+    assert packing._known[target].ready
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_lora_lies_over_packed_weights(target: Any) -> None:
     wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
