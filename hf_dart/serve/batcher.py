@@ -137,9 +137,9 @@ class Batcher:
                 `Handle.seed` tells.
             observers: are told of what it commits, on the thread of the rounds, before its tokens are shown.
             options: all others of `generate`, such as `max_new_tokens`, `do_sample`, `logits_processor`,
-                `stopping_criteria`, `stop_strings` with `tokenizer`, `memory` and `tree_config`. Processors and
-                criteria run on the thread of the rounds; those that keep state between calls serve one request each.
-                Requests of different tree configs do not run at the same time.
+                `stopping_criteria`, `stop_strings` with `tokenizer`, `memory`, `tree_config` and `assistant`.
+                Processors and criteria run on the thread of the rounds; those that keep state between calls serve one
+                request each. Requests of different tree configs or drafters do not run at the same time.
 
         Returns:
             The request, whose tokens and output come as they are known.
@@ -227,8 +227,8 @@ class Batcher:
                 return None
             calls = [self._waiting[0], *self._running]
             room = max(call.request.most for call in calls) * len(calls) <= self.max_tokens
-            alike = self._waiting[0].request.tree_config == calls[-1].request.tree_config
-            if self._running and not (room and alike):
+            first, last = ((call.request.drafter, call.request.tree_config) for call in (calls[0], calls[-1]))
+            if self._running and not (room and first == last):
                 return None
             self._reading = self._waiting.popleft()
             return self._reading

@@ -6,6 +6,7 @@ from collections import deque
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -29,11 +30,13 @@ class _Prefix(NamedTuple):
     """A beginning of prompts: tokens [n + 1], of which stock's cache holds n, and what the drafter has of them.
 
     Layers of the cache make new tensors when they grow, so that copies share these. `state` is the drafter's, after the
-    first n - 1 positions (None: it reads them again), and `features` [1, 1, F] are those of the last one.
+    first n - 1 positions (None: it reads them again, as does another drafter), and `features` [1, 1, F] are those of
+    the last one.
     """
 
     tokens: Tensor
     cache: Cache
+    drafter: ref[Any]
     state: SlotCache | None
     features: Tensor
 
@@ -95,7 +98,7 @@ class Prefixes:
             return
         own = _copy(state) if type(state) is SlotCache and int(state.counted + state.dropped) == read - 1 else None
         tokens = request.input_ids[0, : read + 1].cpu()
-        self._kept.append(_Prefix(tokens, _sharing(request.stock_cache), own, reader.last))
+        self._kept.append(_Prefix(tokens, _sharing(request.stock_cache), ref(request.drafter), own, reader.last))
         while sum(len(one.tokens) - 1 for one in self._kept) > self._most:
             del self._kept[0]
 
@@ -103,7 +106,7 @@ class Prefixes:
 def _over(request: Request, prefix: _Prefix) -> Request:
     """Return a request that begins with the cache of a prefix, from which its drafter's state goes on, too."""
     cache, tokens = _sharing(prefix.cache), prefix.tokens[None]
-    if prefix.state is not None:
+    if prefix.state is not None and prefix.drafter() is request.drafter:
         unread = Verified(prefix.features, tokens[:, -1:].to(request.input_ids.device), torch.ones(1, dtype=torch.long))
         leave(cache, request.drafter, DrafterState(_copy(prefix.state), 0, request.pads), [unread], 0, tokens)
     kwargs = {**request.model_kwargs, cache_name(request.model): cache}

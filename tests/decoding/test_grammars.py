@@ -11,45 +11,14 @@ import pytest
 import torch
 from support.compare import assert_identical, run, same, tally
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor
+from support.users import FORM, Form, FormProcessor
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import LookupDrafter, attach
 from hf_dart.decoding.grammars import RowGrammar
 from hf_dart.drafters.base import Proposal
 from hf_dart.hub.loading import PACKAGED_TARGET
 from hf_dart.trees.copies import NOTHING, Copies
-
-FORM = [{5}, {6}, {7}, {2, 3, 4, 8}, {9}, {10}, {11, 12}]
-"""Tokens that are allowed one after the other, over and over."""
-
-
-class Form:
-    """The grammar of `FORM`."""
-
-    def allowed(self, text: Sequence[int]) -> list[int]:
-        fits = all(token in FORM[place % len(FORM)] for place, token in enumerate(text))
-        return sorted(FORM[len(text) % len(FORM)]) if fits else []
-
-    def forced(self, text: Sequence[int]) -> list[int]:
-        found: list[int] = []
-        while len(only := self.allowed([*text, *found])) == 1:
-            found += only
-        return found
-
-
-class FormProcessor(LogitsProcessor):
-    """Allows what `FORM` does after prompts of a length; offers its grammar."""
-
-    def __init__(self, prompt: int) -> None:
-        self.prompt = prompt
-
-    def grammar(self, row: int) -> Form:
-        return Form()
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        allowed = FORM[(input_ids.shape[1] - self.prompt) % len(FORM)]
-        return scores.masked_fill(~torch.isin(torch.arange(scores.shape[-1]), torch.tensor([*allowed])), -torch.inf)
 
 
 @pytest.fixture(scope="module")

@@ -8,58 +8,25 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from support.assistants import gemma4_drafter, gemma4_target
+from support.assistants import gemma4_target
 from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
 from support.compare import Tally, assert_identical, run, tally
-from support.guests import dflash_drafter
 from support.heads import assert_saved
 from support.interruptions import interrupt
-from support.modules import with_module
-from support.relatives import relative
+from support.makers import MAKERS, PARTS, pair
 from support.sentences import refused
-from support.tiny import nearly, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_target
 from support.turns import RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
 
-from hf_dart import DartCandidateGenerator, LanguageModelDrafter, MtpDrafter, TreeConfig, attach, load_drafter
+from hf_dart import DartCandidateGenerator, TreeConfig, attach, load_drafter
 
-
-def loaded(make: Callable[[Path, Any], Any]) -> Callable[[Any], Any]:
-    """The drafter of a kind that is loaded from files, as a function of its target alone."""
-
-    def made(target: Any) -> Any:
-        with TemporaryDirectory() as folder:
-            return make(Path(folder), target)
-
-    return made
-
-
-MAKERS: dict[str, Callable[[Any], Any]] = {
-    "dart": tiny_head,
-    "eagle": tiny_eagle_drafter,
-    "diffusion": tiny_diffusion_drafter,
-    "dflash": loaded(dflash_drafter),
-    "domino": loaded(lambda folder, target: load_drafter(relative(folder, target, "Domino"), target=target)),
-    "language model": lambda target: LanguageModelDrafter(nearly(target), target),
-    "mtp": MtpDrafter.from_target,
-    "gemma4": loaded(gemma4_drafter),
-}
 SAVED = ["dart", "eagle", "diffusion", "dflash", "gemma4"]
-SOME = range(3, 48, 2)
-SAVED_PARTS: dict[str, Callable[[Any], Any]] = {
-    "peagle": lambda target: tiny_head(target, mask_mode="peagle", mask_token_id=46),
-    "some tokens": lambda target: tiny_head(target, draft_vocabulary=SOME, selector_rank=4, editor=True),
-    "eagle, some tokens": lambda target: tiny_eagle_drafter(target).reduce_vocabulary(SOME),
-    "own table": lambda target: tiny_diffusion_drafter(
-        target, share_embeddings=False, hidden_size=24, unmasking="left_to_right"
-    ),
-    "features": lambda target: tiny_diffusion_drafter(target, feature_layers=[0, 2]),
-}
 OF_ANY_TARGET = [kind for kind in MAKERS if kind not in ("mtp", "gemma4")]
 IN_FAMILIES = [
     *((kind, family, attention) for kind in OF_ANY_TARGET for family in FAMILIES for attention in ("eager", "sdpa")),
@@ -73,21 +40,9 @@ TREES = [  # with the number of rows, and of branches where a drafter has some
 
 
 @pytest.fixture(scope="module")
-def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
+def pairs() -> Callable[[str], tuple[Any, Any]]:
     """A target, and the drafter of a kind for it."""
-    made: dict[str, tuple[Any, Any]] = {}
-
-    def of(kind: str) -> tuple[Any, Any]:
-        if kind not in made:
-            target = tiny_target("llama")
-            if kind == "mtp":
-                target = with_module("glm4_moe", tmp_path_factory.mktemp(kind), torch.float64)[0]
-            if kind == "gemma4":
-                target = attach(gemma4_target(vocab_size=48))
-            made[kind] = target, {**MAKERS, **SAVED_PARTS}[kind](target)
-        return made[kind]
-
-    return of
+    return cache(pair)
 
 
 # ---- the text is stock's -----------------------------------------------------------------------------------
@@ -164,7 +119,7 @@ def test_stocks_assisted_loop(pairs: Any, kind: str) -> None:
 # ---- files and targets -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [*SAVED, *SAVED_PARTS])
+@pytest.mark.parametrize("kind", [*SAVED, *PARTS])
 def test_save_and_load(pairs: Any, tmp_path: Path, kind: str) -> None:
     target, drafter = pairs(kind)
     loaded, runs = assert_saved(drafter, target, tmp_path), []

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from random import Random
 from typing import Any
@@ -16,23 +16,26 @@ import torch
 from support import compare
 from support.cases import GREEDY, SAMPLED
 from support.families import needs_running_states
+from support.makers import MAKERS, PARTS, pair
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
-from support.users import TOKENIZER, OwnError, Processor
+from support.users import TOKENIZER, Criterion, FormProcessor, OwnError, Processor
 from transformers import LogitsProcessor
 
-from hf_dart import Batcher, LookupDrafter, SuffixStore, TreeConfig, attach
+from hf_dart import Batcher, Learner, LookupDrafter, SuffixStore, TreeConfig, attach
+from hf_dart.learning import learner as learning
 from hf_dart.models import devices, packed_weights
 from hf_dart.models.verify import Verifier
 from hf_dart.serve import batcher as batcher_module
 from hf_dart.serve import prefixes as prefixes_module
 from hf_dart.serve.handle import Handle
 
-DRAFTERS: dict[str, Callable[[Any], Any]] = {
-    "head": tiny_head,
-    "eagle": tiny_eagle_drafter,
-    "lookup": lambda _: LookupDrafter(),
-    "none": lambda _: None,
-}
+try:
+    import xgrammar
+    import xgrammar.contrib.hf
+except ImportError:
+    xgrammar = None
+
+DRAFTERS = [*MAKERS, *PARTS, "lookup", "none"]
 
 
 class Fails(LogitsProcessor):
@@ -45,6 +48,22 @@ class Fails(LogitsProcessor):
         if input_ids.shape[1] >= self.length:
             raise OwnError
         return scores
+
+
+@cache
+def pattern() -> Any:
+    """A compiled grammar of xgrammar."""
+    info = xgrammar.TokenizerInfo.from_huggingface(TOKENIZER, vocab_size=48, stop_token_ids=[0])
+    return xgrammar.GrammarCompiler(info).compile_regex("([a-f]{1,3}(ghi|jklmn)[o-v]){1,4}")
+
+
+def processor(kind: str, length: int) -> Any:
+    """One for the text after a prompt of so many tokens."""
+    if kind.startswith("fails"):
+        return Fails(length + int(kind.split()[1]))
+    if kind == "xgrammar" and xgrammar is not None:
+        return xgrammar.contrib.hf.LogitsProcessor(pattern())
+    return FormProcessor(length) if kind in ("form", "xgrammar") else Processor(kind)
 
 
 class Scheduled(Batcher):
@@ -68,17 +87,32 @@ class Scheduled(Batcher):
 
 @dataclass
 class Drawn:
-    """A request: when it comes, and after how many rounds it is cancelled, if it is."""
+    """A request: when it comes, and after how many rounds it is cancelled, if it is; `drafting` changes no text."""
 
     inputs: dict[str, torch.Tensor]
     options: dict[str, Any]
+    processors: list[str]
+    criteria: list[str]
+    drafting: dict[str, Any]
     seed: int
     comes: int
     stays: int | None
-    fails: bool
+
+    @property
+    def fails(self) -> bool:
+        return any(one.startswith("fails") for one in self.processors)
+
+    def made(self) -> dict[str, Any]:
+        """What it asks for, with processors and criteria of its own."""
+        length, made = self.inputs["input_ids"].shape[1], dict[str, Any]()
+        if self.processors:
+            made["logits_processor"] = [processor(kind, length) for kind in self.processors]
+        if self.criteria:
+            made["stopping_criteria"] = [Criterion(kind) for kind in self.criteria]
+        return {**self.options, **made}
 
 
-def draw(random: Random, number: int) -> Drawn:
+def draw(random: Random, number: int, memory: SuffixStore, drafts: list[dict[str, Any]]) -> Drawn:
     length = random.choice([1, 3, 7, 12, 20, 33])
     options: dict[str, Any] = {"do_sample": random.random() < 0.7, "max_new_tokens": random.choice([1, 6, 14, 30])}
     if options["do_sample"]:
@@ -87,17 +121,18 @@ def draw(random: Random, number: int) -> Drawn:
         options |= {"return_dict_in_generate": True, "output_scores": True}
     options |= random.choice([{}, {"eos_token_id": [3, 11], "pad_token_id": 0}, {"repetition_penalty": 1.3}])
     options |= random.choice([{}, {}, {}, {"stop_strings": ["q", "xy", "B"], "tokenizer": TOKENIZER}])
-    fails = random.random() < 0.15
-    if fails:
-        options["logits_processor"] = [Fails(length + random.randint(0, 30))]
-    elif random.random() < 0.15:
-        options["logits_processor"] = [Processor("reads ids")]
+    kinds = ["reads ids", "keeps count", "in place", "looks across rows"], ["form", "xgrammar", "xgrammar"]
+    one, grammar = (random.choice(some) for some in kinds)
+    processors = random.choice([[], [], [f"fails {random.randint(0, 30)}"], [one], [grammar], [one, grammar]])
+    criteria = random.choice([[], [], [], ["ends rows"], ["keeps count"]])
+    drafting = random.choice([{}, {"memory": memory}, {"memory": memory.namespace("ada")}])
+    drafting |= random.choice([*[{}] * 8, *drafts])
     stays = random.choice([None, None, None, 0, 1, 4])
     inputs = prompts([length], seed=number)
     if random.random() < 0.5:  # a system prompt
         begins = prompts([random.choice([9, 9, 30])])
         inputs = {name: torch.cat([begins[name], inputs[name]], dim=1) for name in inputs}
-    return Drawn(inputs, options, number, random.randint(1, 25), stays, fails)
+    return Drawn(inputs, options, processors, criteria, drafting, number, random.randint(1, 25), stays)
 
 
 def run(batcher: Scheduled, requests: list[Drawn]) -> list[Handle]:
@@ -106,7 +141,7 @@ def run(batcher: Scheduled, requests: list[Drawn]) -> list[Handle]:
 
     def submit(number: int) -> None:
         one = requests[number]
-        handles[number] = batcher.submit(**one.inputs, **one.options, seed=one.seed)
+        handles[number] = batcher.submit(**one.inputs, **one.made(), **one.drafting, seed=one.seed)
         if one.stays is not None:
             batcher.schedule[batcher.rounds + 1 + one.stays].append(handles[number].cancel)
 
@@ -124,9 +159,9 @@ def run(batcher: Scheduled, requests: list[Drawn]) -> list[Handle]:
 
 def check(target: Any, request: Drawn, handle: Handle) -> None:
     """The request has its own text, as far as it came."""
-    if request.fails:
-        request.options.pop("logits_processor")
-    wanted = compare.run(target, request.inputs, request.seed, **request.options)
+    fails = request.fails
+    request.processors = [] if fails else request.processors
+    wanted = compare.run(target, request.inputs, request.seed, **request.made())
     text = wanted.sequences[0, request.inputs["input_ids"].shape[1] :].tolist()
     assert handle.tokens == text[: len(handle.tokens)]
     if handle.cancelled():
@@ -134,7 +169,7 @@ def check(target: Any, request: Drawn, handle: Handle) -> None:
         with pytest.raises(CancelledError):
             list(handle)
     elif (failure := handle.exception()) is not None:
-        if not (request.fails and isinstance(failure, OwnError)):
+        if not (fails and isinstance(failure, OwnError)):
             raise failure
     else:
         found = handle.result()
@@ -146,25 +181,35 @@ def check(target: Any, request: Drawn, handle: Handle) -> None:
 @pytest.mark.parametrize(
     ("family", "drafter", "seed"),
     [
-        *product(["llama"], DRAFTERS, [0]),
-        ("gemma3", "head", 0),
-        pytest.param("qwen3_5", "head", 0, marks=needs_running_states),
+        *product(["llama"], [*MAKERS, "some tokens", "lookup", "none"], [0]),
+        ("gemma3", "dart", 0),
+        pytest.param("qwen3_5", "dart", 0, marks=needs_running_states),
         *(
             pytest.param(*case, marks=[pytest.mark.matrix, needs_running_states])
             for case in product(("llama", "gemma3", "gpt2", "mixtral", "qwen3_5"), DRAFTERS, range(12))
+            if case[0] == "llama" or case[1] not in ("mtp", "gemma4")
         ),
     ],
 )
 def test_each_writes_what_it_writes_alone(
     family: str, drafter: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batcher_module, "PIECE", 5)
-    monkeypatch.setattr(prefixes_module, "_LEAST", 4)
-    random, target = Random(f"{seed} {drafter}"), tiny_target(family)
-    seats = random.choice([2, 3, 5])
+    for module, name, value in (batcher_module, "PIECE", 5), (prefixes_module, "_LEAST", 4), (learning, "_LESSON", 64):
+        monkeypatch.setattr(module, name, value)
+    random = Random(f"{seed} {drafter}")
+    target, head = pair(drafter, family) if drafter in (*MAKERS, *PARTS) else (tiny_target(family), None)
+    head = LookupDrafter() if drafter == "lookup" else head
+    learner = None
+    if drafter in ("dart", "eagle") and random.random() < 0.6:
+        learner = Learner(share=0.5, every=2, learning_rates=(3e-3,))
+        learner.attach(head)
+    seats, store = random.choice([2, 3, 5]), SuffixStore()
     bounds = {"max_tokens": random.choice([200, 250, 1000]), "prefix_tokens": random.choice([0, 20, 100])}
-    batcher = Scheduled(target, DRAFTERS[drafter](target), seats=seats, **bounds)
-    requests = [draw(random, 100 * seed + number) for number in range(14)]
+    batcher = Scheduled(target, head, seats=seats, **bounds)
+    trees = TreeConfig(nodes=4), TreeConfig(nodes=20, refine=2 * (drafter == "some tokens"))
+    drafts = [{"tree_config": tree} for tree in trees]
+    drafts += [{"assistant": other} for other in (LookupDrafter(), tiny_head(target))]
+    requests = [draw(random, 100 * seed + number, store, drafts) for number in range(14)]
     before = torch.get_rng_state()
     handles = run(batcher, requests)
     assert torch.equal(torch.get_rng_state(), before)
@@ -172,9 +217,12 @@ def test_each_writes_what_it_writes_alone(
         check(target, request, handle)
     assert batcher.most_held <= batcher.max_tokens
     assert (batcher.running, batcher.waiting) == (0, 0)
+    assert store.tokens > 0
     if seed == 0:
         assert batcher.most_at_once > 1
-    if (drafter, seed) == ("head", 0):
+    if learner is not None:
+        assert (learner.failure, learner.stats.steps > 0) == (None, learner.stats.tokens > 64)
+    if (drafter, seed) == ("dart", 0):
         done = [handle.stats for handle in handles if handle.stats is not None]
         assert sum(stats.tokens for stats in done) > 1.3 * sum(stats.row_rounds for stats in done)
 
@@ -314,11 +362,12 @@ def test_closing_cancels_what_is_not_done() -> None:
 
 
 def test_drafter_and_memory_of_an_attached_model() -> None:
-    """Requests may have other trees, and no memory; those of one shape run at a time."""
+    """Requests may have other trees and drafters, and no memory; those of one shape run at a time."""
     target, store = tiny_target("llama"), SuffixStore()
     attach(target, tiny_head(target), memory=store)
     with Batcher(target) as batcher:
-        shapes: list[dict[str, Any]] = [{"memory": None}, {}, {"tree_config": TreeConfig(nodes=2)}]
+        shapes: list[dict[str, Any]] = [{"memory": None}, {}, {"assistant": tiny_eagle_drafter(target)}]
+        shapes.append({"tree_config": TreeConfig(nodes=2)})
         handles = [batcher.submit([3, 4, 5], **GREEDY, **shape) for shape in shapes]
     wanted = type(target).generate(target, torch.tensor([[3, 4, 5]]), **GREEDY)
     for handle in handles:

@@ -36,7 +36,7 @@ def stock(target: Any, ids: Tensor, seed: int, **options: Any) -> Tensor:
     return compare.run(target, {"input_ids": ids}, seed, **SAMPLED, **options).sequences
 
 
-def run(batcher: Batcher, ids: Tensor, seed: int) -> tuple[Tensor, Any, int]:
+def run(batcher: Batcher, ids: Tensor, seed: int, **options: Any) -> tuple[Tensor, Any, int]:
     """The text of a request that runs alone, its statistics, and the tokens of the prompt that the target read."""
     read: list[int] = []
     target, wrapped = batcher._model, type(batcher._model).prepare_inputs_for_generation
@@ -48,7 +48,7 @@ def run(batcher: Batcher, ids: Tensor, seed: int) -> tuple[Tensor, Any, int]:
 
     target.prepare_inputs_for_generation = counted
     try:
-        handle = batcher.submit(ids, **SAMPLED, seed=seed)
+        handle = batcher.submit(ids, **SAMPLED, **options, seed=seed)
         text = handle.result()
     finally:
         del target.prepare_inputs_for_generation
@@ -93,6 +93,17 @@ def test_a_bound_and_other_prompts() -> None:
         assert read == ids.shape[1] - spared
     none = Batcher(target, tiny_head(target), prefix_tokens=0)
     assert [run(none, ids, 3)[2] for ids in first] == [ids.shape[1] for ids in first]
+
+
+def test_a_request_with_another_drafter() -> None:
+    """It goes on from what the target has read, not from what the batcher's own drafter has."""
+    target = tiny_target("llama")
+    batcher, other = Batcher(target, tiny_head(target)), tiny_head(target, num_layers=2, feature_layers=[1])
+    for number, ids in enumerate(with_system_prompt(4)):
+        text, _, read = run(batcher, ids, number, **({"assistant": other} if number == 2 else {}))
+        assert torch.equal(text, stock(target, ids, number))
+        assert read == ids.shape[1] - (39 if number > 1 else 0)
+    batcher.close()
 
 
 def test_a_target_that_changes() -> None:

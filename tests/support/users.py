@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,38 @@ class Processor(LogitsProcessor):
             raise OwnError
         scores[:, 5::9] += 0.7  # in place
         return scores
+
+
+FORM = [{5}, {6}, {7}, {2, 3, 4, 8}, {9}, {10}, {11, 12}]
+"""Tokens that are allowed one after the other, over and over."""
+
+
+class Form:
+    """The grammar of `FORM`."""
+
+    def allowed(self, text: Sequence[int]) -> list[int]:
+        fits = all(token in FORM[place % len(FORM)] for place, token in enumerate(text))
+        return sorted(FORM[len(text) % len(FORM)]) if fits else []
+
+    def forced(self, text: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        while len(only := self.allowed([*text, *found])) == 1:
+            found += only
+        return found
+
+
+class FormProcessor(LogitsProcessor):
+    """Allows what `FORM` does after prompts of a length; offers its grammar."""
+
+    def __init__(self, prompt: int) -> None:
+        self.prompt = prompt
+
+    def grammar(self, row: int) -> Form:
+        return Form()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        allowed = FORM[(input_ids.shape[1] - self.prompt) % len(FORM)]
+        return scores.masked_fill(~torch.isin(torch.arange(scores.shape[-1]), torch.tensor([*allowed])), -torch.inf)
 
 
 class Criterion(StoppingCriteria):

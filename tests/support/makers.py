@@ -1,0 +1,62 @@
+"""Every kind of drafter, tiny and random, and a target that it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from hf_dart import LanguageModelDrafter, MtpDrafter, attach, load_drafter
+from support.assistants import gemma4_drafter, gemma4_target
+from support.guests import dflash_drafter
+from support.modules import with_module
+from support.relatives import relative
+from support.tiny import nearly, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+
+
+def loaded(make: Callable[[Path, Any], Any]) -> Callable[[Any], Any]:
+    """The drafter of a kind that is loaded from files, as a function of its target alone."""
+
+    def made(target: Any) -> Any:
+        with TemporaryDirectory() as folder:
+            return make(Path(folder), target)
+
+    return made
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "dart": tiny_head,
+    "eagle": tiny_eagle_drafter,
+    "diffusion": tiny_diffusion_drafter,
+    "dflash": loaded(dflash_drafter),
+    "domino": loaded(lambda folder, target: load_drafter(relative(folder, target, "Domino"), target=target)),
+    "language model": lambda target: LanguageModelDrafter(nearly(target), target),
+    "mtp": MtpDrafter.from_target,
+    "gemma4": loaded(gemma4_drafter),
+}
+
+
+SOME = range(3, 48, 2)
+PARTS: dict[str, Callable[[Any], Any]] = {
+    "peagle": lambda target: tiny_head(target, mask_mode="peagle", mask_token_id=46),
+    "some tokens": lambda target: tiny_head(target, draft_vocabulary=SOME, selector_rank=4, editor=True),
+    "eagle, some tokens": lambda target: tiny_eagle_drafter(target).reduce_vocabulary(SOME),
+    "own table": lambda target: tiny_diffusion_drafter(
+        target, share_embeddings=False, hidden_size=24, unmasking="left_to_right"
+    ),
+    "features": lambda target: tiny_diffusion_drafter(target, feature_layers=[0, 2]),
+}
+"""Variants of those, with parts that others lack."""
+
+
+def pair(kind: str, family: str = "llama") -> tuple[Any, Any]:
+    """A target of a family, or of the only one that a kind of drafter is for, and its drafter."""
+    with TemporaryDirectory() as folder:
+        if kind == "mtp":
+            target = with_module("glm4_moe", Path(folder), torch.float64)[0]
+        else:
+            target = attach(gemma4_target(vocab_size=48)) if kind == "gemma4" else tiny_target(family)
+        return target, {**MAKERS, **PARTS}[kind](target)
