@@ -12,7 +12,9 @@ from hf_dart.errors import LEAST_TEMPERATURE, did_you_mean
 
 # Parameters that are not to be had, by the reason.
 _REASONS = {
-    "asks for text of a grammar, which chat completions alone have; leave it out": "text response_format",
+    "is how other routes ask for JSON; give chats response_format, responses text, or leave it out": (
+        "text response_format"
+    ),
     "asks for functions as they were before tools; give tools": "function_call functions",
     "asks for more than text; leave it out": "audio include modalities refusal web_search_options",
     "asks for what was said before, and this server keeps nothing; send all messages": (
@@ -31,9 +33,8 @@ _REFUSED = {name: why for why, names in _REASONS.items() for name in names.split
 _TEXT = {"type": "text"}
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "auto", "disabled", ["text"], _TEXT, {"format": _TEXT})
 # Parameters that change no text.
-_NOTES = frozenset(
-    ["metadata", "service_tier", "prompt_cache_key", "max_tool_calls", "parallel_tool_calls", "prompt_cache_retention"]
-)
+_CACHED = ["prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"]
+_NOTES = frozenset(["metadata", "service_tier", "max_tool_calls", "parallel_tool_calls", *_CACHED])
 
 
 def _wrong(message: str, name: str = "") -> PydanticCustomError:
@@ -128,6 +129,17 @@ class _ResponseFormat(_Read):
         return json.dumps(self.json_schema["schema"] if self.json_schema else {"type": "object"})
 
 
+def _format_of(given: Any) -> Any:
+    """Return a format as chats have it; in those of responses, the fields of a schema stand beside its type."""
+    if not isinstance(given, dict) or given.get("type") != "json_schema":
+        return given
+    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
+
+
+class _TextOptions(_Read):
+    format: Annotated[_ResponseFormat, BeforeValidator(_format_of)] | None = None
+
+
 class _Function(_Read):
     notes = frozenset(["strict", "type"])
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
@@ -218,6 +230,7 @@ class Asked(_Read):
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
     most: ClassVar[Any]  # new tokens at most; None for as many as the model takes
+    form: ClassVar[str] = "response_format"  # parameter that asks for JSON
     schema_of_text: ClassVar[Any] = None
     functions: ClassVar[Any] = ()  # tools that the model is told of
     forced: ClassVar[Any] = ()  # tools of which one has to be called
@@ -252,6 +265,12 @@ class CompletionAsked(Asked):
     most = property(lambda self: self.max_tokens)
     top = property(lambda self: self.logprobs)
 
+    @model_validator(mode="after")
+    def _scores_no_prompt(self) -> Self:
+        if self.echo and self.logprobs is not None:
+            raise _wrong("echo shows a prompt, which has no logprobs here; leave one of them out.", "echo")
+        return self
+
 
 class _Talk(Asked):
     chat_template_kwargs: dict[str, bool | int | float | str] | None = None
@@ -264,7 +283,7 @@ class _Talk(Asked):
         if self.tool_choice not in ("none", "auto") and not self.forced:
             raise _wrong("tool_choice names no function of tools; add it there, or give auto.", "tool_choice")
         if self.functions and self.schema_of_text:
-            raise _wrong("response_format and tools exclude each other here; leave one of them out.", "response_format")
+            raise _wrong(f"{self.form} and tools exclude each other here; leave one of them out.", self.form)
         return self
 
     @property
@@ -296,6 +315,12 @@ class ChatAsked(_Talk):
     turns = property(lambda self: [one.for_template() for one in self.messages])
     schema_of_text = property(lambda self: self.response_format and self.response_format.schema_of_text)
 
+    @model_validator(mode="after")
+    def _tells(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise _wrong("top_logprobs are told beside logprobs; give logprobs true, or leave it out.", "top_logprobs")
+        return self
+
 
 def _messages_of(given: Any) -> Any:
     """Return a text, or a list of items, as messages of a chat."""
@@ -324,7 +349,10 @@ class ResponseAsked(_Talk):
     max_output_tokens: int | None = Field(None, ge=1)
     n: Literal[1] | None = 1
     top_logprobs: Literal[0] | None = None
+    text: _TextOptions | None = None
+    form = "text"
     most = property(lambda self: self.max_output_tokens)
+    schema_of_text = property(lambda self: self.text and self.text.format and self.text.format.schema_of_text)
 
     @property
     def turns(self) -> list[dict[str, str]]:

@@ -113,7 +113,7 @@ class Service:
 
     def grammar(self, asked: Asked) -> Any:
         """Compile the JSON schema or the calls that a grammar holds the texts to (xgrammar), if it is not known yet."""
-        name = "tool_choice" if asked.forced else "response_format"
+        name = "tool_choice" if asked.forced else asked.form
         try:
             import xgrammar
         except ImportError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ def wrong(kind: type[Asked], **given: Any) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", parameters._REFUSED)
 def test_what_is_not_to_be_had(name: str) -> None:
-    kind = {"text": ResponseAsked, "response_format": CompletionAsked}.get(name, ChatAsked)
+    kind = {"response_format": CompletionAsked}.get(name, ChatAsked)
     for value in parameters._NOTHING:
         assert name not in kind.model_validate({**ASKED[kind], name: value}).model_dump()
     param, message = wrong(kind, **{name: {"type": "anything"}})
@@ -61,7 +62,24 @@ def test_unknown_names() -> None:
     )  # fmt: skip
     assert wrong(ChatAsked, temprature=1)[1].startswith("There is no parameter 'temprature'; ")
     assert wrong(CompletionAsked, **{"\ud800": 3}) == ("?", "There is no parameter '?'; leave it out.")
-    assert "chat completions alone" in wrong(CompletionAsked, response_format={"type": "json_object"})[1]
+    assert "give chats response_format" in wrong(CompletionAsked, response_format={"type": "json_object"})[1]
+    assert wrong(ResponseAsked, text={"verbosity": "low"})[0] == "verbosity"
+
+
+def test_json_of_responses() -> None:
+    """Their format is that of chats, the fields of its schema beside the type."""
+    schema = {"type": "array"}
+    flat = {"format": {"type": "json_schema", "name": "rows", "strict": True, "schema": schema}}
+    asked = [ResponseAsked(input="x", text=text) for text in (flat, {"format": {"type": "json_object"}}, {}, None)]
+    assert [one.schema_of_text and json.loads(one.schema_of_text) for one in asked] == [
+        schema, {"type": "object"}, None, None,
+    ]  # fmt: skip
+    assert [one.masked for one in asked] == [True, True, False, False]
+
+
+def test_what_tells_nothing_by_itself() -> None:
+    assert wrong(CompletionAsked, echo=True, logprobs=0)[0] == "echo"
+    assert wrong(ChatAsked, top_logprobs=2)[0] == "top_logprobs"
     assert wrong(CompletionAsked, stream_options={"include_usage": True, "x": 1})[0] == "x"
 
 

@@ -222,10 +222,21 @@ def test_response_format(client: Any) -> None:
     """JSON of a schema, or any object."""
     pytest.importorskip("xgrammar")
     given: dict[str, Any] = {"model": "code", "messages": MESSAGES, "max_tokens": 60, "temperature": 1, "seed": 3}
-    form = {"type": "json_schema", "json_schema": {"name": "row", "schema": COPY, "strict": True}}
-    for choice in client.chat.completions.create(**given, n=2, response_format=form).choices:
+    form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "row", "schema": COPY, "strict": True}}
+    written = client.chat.completions.create(**given, n=2, response_format=form).choices
+    for choice in written:
         assert json.loads(choice.message.content).keys() == {"path", "again"}
         assert choice.finish_reason == "stop"
+    told = {"input": MESSAGES, "max_output_tokens": 60, "extra_body": {"seed": 3}, "temperature": 1, "model": "code"}
+    row = {"type": "json_schema", **form["json_schema"]}
+    answer = client.responses.create(**told, text={"format": row})
+    assert (answer.output_text, answer.status) == (written[0].message.content, "completed")
+    for wrong in {"type": "json_schema", "name": "row"}, {**row, "schema": {"type": "nothing"}}, {"type": "lark"}:
+        with pytest.raises(openai.BadRequestError, match="text") as refused:
+            client.responses.create(**told, text={"format": wrong})
+        assert refused.value.param == "text"
+    with pytest.raises(openai.BadRequestError, match="text and tools exclude each other"):
+        client.responses.create(**told, text={"format": row}, tools=FLAT)
     any_object = client.chat.completions.create(**given, response_format={"type": "json_object"})
     assert any_object.choices[0].message.content.startswith("{")
     for wrong in ({"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}, {"type": "json_schema"}):
