@@ -12,8 +12,6 @@ from typing import Any
 
 from jinja2 import Environment
 
-from hf_dart.decoding.stats import summary
-
 _PAGE = Path(__file__).with_name("view.html")
 
 
@@ -80,7 +78,7 @@ class View:
         texts = token_texts(self.tokenizer, self.prompt[-8:], self.tokens)
         owners = origins(len(self.tokens), [len(one.paths[self.row]) for one in self.rounds])
         pieces = [(text, *owner) for text, owner in zip(texts, owners, strict=True)]
-        return page.render(view=self, summary=summary(self.stats), pieces=pieces, trees=[*self._trees()])
+        return page.render(view=self, summary=self.stats._repr_html_(), pieces=pieces, trees=[*self._trees()])
 
     def _trees(self) -> Iterator[dict[str, Any]]:
         """Yield what the page says of each round that committed something."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from html import escape
+from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
+
+from jinja2 import Template
 
 from hf_dart.decoding.walk import Accepted
 from hf_dart.trees.tree import DraftTree
@@ -19,6 +21,7 @@ PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 # steps of 16 ms, which are longer than a round.
 _processor_time = perf_counter if sys.platform == "win32" else thread_time
 
+_PAGE = Path(__file__).with_name("stats.html")
 _COUNTS = ("rounds", "plain_rounds", "paused_rounds", "row_rounds", "tokens", "drafted")
 
 
@@ -165,8 +168,10 @@ class DraftStats:
             self.accepted_per_depth[depth] += count
 
     def _repr_html_(self) -> str:
-        """Return the statistics as HTML, for notebooks."""
-        return summary(self)
+        """Return the statistics as HTML, for notebooks: what drafts did, which depths were accepted, time by phase."""
+        return Template(_PAGE.read_text(encoding="utf8"), autoescape=True, keep_trailing_newline=True).render(
+            stats=self
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """All figures but those of single rounds, as numbers, lists and dicts that JSON takes."""
@@ -176,37 +181,3 @@ class DraftStats:
             "accepted_per_depth": list(self.accepted_per_depth),
             "seconds": dict(self.seconds),
         }
-
-
-def summary(stats: DraftStats) -> str:
-    """Return the numbers of a call as HTML: what the drafts did, the depths that were accepted, and time by phase."""
-    numbers = {
-        "tokens per target forward (τ)": f"{stats.tau:.2f}",
-        "rounds": f"{stats.rounds}, {stats.plain_rounds} of them without a draft",
-        "tokens in rounds": str(stats.tokens),
-        "drafted tokens verified": f"{stats.drafted}, {stats.acceptance_rate:.0%} accepted",
-    }
-    found = _table("", (f"<td>{escape(name)}</td><td>{escape(value)}</td>" for name, value in numbers.items()))
-    if any(stats.accepted_per_depth):
-        shares = [count / stats.row_rounds for count in stats.accepted_per_depth]
-        rows = (_bar(str(depth), share, f"{share:.0%}") for depth, share in enumerate(shares, start=1))
-        found += _table("Share of all rounds whose draft was accepted to each depth", rows)
-    if total := sum(stats.seconds.values()):
-        rows = (
-            _bar(name, spent / total, f"{1000 * spent:.1f} ms, {spent / total:.0%}")
-            for name, spent in stats.seconds.items()
-        )
-        found += _table(f"Time by phase: {1000 * total:.0f} ms in all", rows)
-    return found
-
-
-def _table(caption: str, rows: Iterable[str]) -> str:
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    return f'<table><caption style="text-align: left">{escape(caption)}</caption>{body}</table>\n'
-
-
-def _bar(name: str, share: float, says: str) -> str:
-    """Cells of a row: its name, a bar as long as its share of 1, and its value."""
-    # Styled in place: a notebook takes no style sheet.
-    bar = f'<div style="width: {100 * share:.1f}%; height: .8em; background: #009e73"></div>'
-    return f'<td>{escape(name)}</td><td style="width: 24em">{bar}</td><td>{escape(says)}</td>'
