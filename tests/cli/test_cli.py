@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -11,12 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.chats import THINKING, chat_tokenizer
 from support.sentences import assert_command_says, refused
+from transformers import LlamaConfig, T5Config
 
 from hf_dart.bench.exact import Difference, Run, differences
 from hf_dart.bench.pair import load_pair
-from hf_dart.cli import main
+from hf_dart.cli import demo_learning, main
 from hf_dart.cli.common import check_file, write_json
 from hf_dart.cli.demo import demo
 from hf_dart.errors import UserError
@@ -150,3 +153,42 @@ def test_a_target_without_a_tokenizer_is_told_that(tmp_path: Path, capsys: pytes
 def test_help_does_not_wait_for_torch() -> None:
     code = "import sys, hf_dart.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "packaged"]) == 0
+    told = capsys.readouterr().out
+    assert "qwen3, 8 layers of 256, 6144 tokens\nfits: " in told
+    assert "by architecture and sizes" not in told
+    assert "best first:\n  packaged (model_cards/demo_pair)\n" in told
+    LlamaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=100).save_pretrained(tmp_path / "llama")
+    assert main(["info", str(tmp_path / "llama")]) == 0
+    told = capsys.readouterr().out
+    assert "published: nothing that is known here" in told
+    assert f"hf-dart train --target {tmp_path / 'llama'} --train_data" in told
+    T5Config(num_layers=2).save_pretrained(tmp_path)
+    for folder, says in ((tmp_path, "is a t5, no causal language"), (tmp_path / "none", "Cannot read the config")):
+        assert_command_says(["info", str(folder)], says, capsys)
+
+
+@pytest.mark.matrix
+def test_the_demo_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_learning, "_TUNING", 3.0)
+    monkeypatch.setattr(demo_learning, "_SERVING", 12.0)
+    lines: list[str] = []
+    assert demo_learning.demo(load_pair(), lines.append)
+    first, tuned, last = (float(line.split(": ")[-1]) for line in lines if line.startswith(("tau of", "tau on")))
+    assert tuned < first
+    assert last > tuned
+    assert lines[-1].startswith("identical: yes")
+
+
+def test_fine_tuning_changes_the_weights_alone() -> None:
+    pair = load_pair()
+    before, state = copy.deepcopy(pair.model.state_dict()), torch.get_rng_state()
+    demo_learning.fine_tune(pair.model, [[number + place for place in range(16)] for number in range(16)], 0.2)
+    assert torch.equal(torch.get_rng_state(), state)
+    after = pair.model.state_dict()
+    same = {name.split(".")[-2]: torch.equal(weight, after.pop(name)) for name, weight in before.items()}
+    assert not after
+    assert (same["lm_head"], same["up_proj"]) == (True, False)

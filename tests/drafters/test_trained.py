@@ -1,4 +1,4 @@
-"""Options of `from_pretrained` mean the same in whatever form a drafter was saved."""
+"""Options of `from_pretrained` mean the same in whatever form a drafter was saved; and what drafts cost."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from support.checkpoints import save
 from support.eagle3 import original_config, original_tensors
 from support.guests import dflash_config, dflash_tensors
 from support.sentences import refused
-from support.tiny import VOCABULARY, tiny_head, tiny_target
+from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import DartHead, DFlashDrafter, NgramTable
 from hf_dart.bench.baselines import methods
 from hf_dart.bench.pair import Pair
+from hf_dart.drafters.cost import _CALL
+from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.trees.ngram.build import build
 
 
@@ -77,3 +79,24 @@ def test_table_and_dtype(target: Any, table: Path, tmp_path: Path, form: Any) ->
     if form is published:
         assert "hf_dart, published" in methods(Pair(target, tiny_head(target), None, "t", "h"), (), drafters=[load()])
     refused(lambda: load(dtype="bf17"), ValueError, "dtype is 'bf17'")
+
+
+def test_a_draft_costs_what_its_weights_do() -> None:
+    """By weights and by their number: a head beside which the target is small is charged for it."""
+    target = tiny_target("llama")
+    small, large = tiny_head(target), tiny_head(target, num_layers=5)
+    assert 0.2 < small.draft_cost(target) < large.draft_cost(target)
+    lm_head, embeddings = target.get_output_embeddings().weight, target.get_input_embeddings().weight
+    own, read = ([weight.numel() for weight in model.parameters()] for model in (small, target))
+    looked_up = 0 if lm_head is embeddings else embeddings.numel()
+    ratio = (sum(own) + lm_head.numel() + _CALL * (len(own) + 1)) / (sum(read) - looked_up + _CALL * len(read))
+    assert small.draft_cost(target) == pytest.approx(0.1 + ratio)
+    alone = tiny_head(target, own_lm_head=True)
+    assert alone.lm_head_weights == 0
+    few = tiny_head(target, draft_vocab_size=12)
+    assert few.draft_cost(target) < small.draft_cost(target)
+    step = tiny_eagle_drafter(target)
+    assert step.draft_cost(target, 4) - 0.1 == pytest.approx(4 * (step.draft_cost(target, 1) - 0.1))
+    several = tiny_diffusion_drafter(target)
+    assert [several.passes(depth) for depth in (1, 3, 5)] == [3, 3, 3]
+    assert LookupDrafter().tree_config.draft_cost == 0
