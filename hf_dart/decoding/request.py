@@ -251,7 +251,14 @@ def refuse_options(
     for refused, option, instead in named:
         if refused:
             raise ValueError(f"{option} cannot be drafted exactly; use {instead}, or leave assistant= out.")
-    _refuse_soft_prompts(model)
+    # Soft prompts have no token ids; a wrapper of PEFT is found by what its `generate` overrides.
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    adapter = getattr(wrapper, "active_peft_config", None)
+    if adapter is not None and adapter.is_prompt_learning:
+        raise ValueError(
+            f"{type(adapter).__name__} puts soft prompts before the text, which no head was trained on; call generate "
+            "without assistant=."
+        )
     _refuse_shapes(input_ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
 
 
@@ -272,17 +279,6 @@ def _refuse_shapes(input_ids: Tensor, embeddings: Tensor | None, mask: Tensor | 
         raise ValueError(
             f"An attention mask of shape {list(mask.shape)} does not fit a prompt of {rows} rows and "
             f"{prompt.shape[1]} tokens; give it one entry for each, and for each that is in the cache."
-        )
-
-
-def _refuse_soft_prompts(model: PreTrainedModel) -> None:
-    """Refuse soft prompts, which have no token ids; a PEFT wrapper is found by what its `generate` overrides."""
-    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    config = getattr(wrapper, "active_peft_config", None)
-    if config is not None and config.is_prompt_learning:
-        raise ValueError(
-            f"{type(config).__name__} puts soft prompts before the text, which no head was trained on; call generate "
-            "without assistant=."
         )
 
 

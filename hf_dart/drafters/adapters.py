@@ -192,7 +192,13 @@ def from_folder(
         head = cls.from_pretrained(base, target=target, tokenizer=tokenizer, **place, **options)
     load(head, path, "default", **where)
     if content is not None:  # PEFT alone writes none
-        _take_settings(head, path, content, **where)
+        with refused(f"The config.json in {path}", "fetch it again"):
+            config = type(head.config).from_dict({**head.config.to_dict(), **content})
+            head.tree_config = TreeConfig(**config.tree)
+        for name in _SETTINGS:
+            setattr(head.config, name, getattr(config, name))
+        if config.draft_vocab_size is not None:
+            head.reduce_vocabulary(read_state(path, _VOCABULARY, **where)["draft_vocabulary"])
     return head.eval()
 
 
@@ -210,17 +216,6 @@ def _base_named(
     if optional_file(base, ADAPTER_CONFIG, **place) is not None:
         raise ValueError(f"The adapter in {path} belongs to {base}, an adapter itself; pass base=, the head's path.")
     return base, place
-
-
-def _take_settings(head: Any, path: str, content: dict[str, Any], **where: Any) -> None:
-    """Draft what the adapter in `path` was trained to draft, and as its config.json says."""
-    with refused(f"The config.json in {path}", "fetch it again"):
-        config = type(head.config).from_dict({**head.config.to_dict(), **content})
-        head.tree_config = TreeConfig(**config.tree)
-    for name in _SETTINGS:
-        setattr(head.config, name, getattr(config, name))
-    if config.draft_vocab_size is not None:
-        head.reduce_vocabulary(read_state(path, _VOCABULARY, **where)["draft_vocabulary"])
 
 
 def save(head: TrainedDrafter, folder: Path) -> None:

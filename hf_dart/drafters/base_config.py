@@ -173,7 +173,10 @@ class DrafterConfig(PreTrainedConfig):
         unwrapped(target)
         text = target.config.get_text_config(decoder=True)
         embeddings, lm_head = lent_modules(target)
-        hidden = int(text.hidden_size)
+        hidden, ropes = int(text.hidden_size), getattr(text, "rope_parameters", None) or {}
+        # By kind of layer, where these differ; None for a kind without rotary positions.
+        kinds = (ropes, ropes.get("full_attention"), *ropes.values())
+        bases = (kind["rope_theta"] for kind in kinds if isinstance(kind, dict) and kind.get("rope_theta"))
         heads = _first(text, ("num_attention_heads",), max(hidden // 64, 1))  # a target may have no attention
         fields: dict[str, Any] = {
             "feature_layers": default_feature_layers(layer_count(target)),
@@ -185,7 +188,7 @@ class DrafterConfig(PreTrainedConfig):
             "head_dim": _first(text, ("head_dim",), hidden // heads),
             "intermediate_size": _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden),
             "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
-            "rope_theta": _rope_theta(text),
+            "rope_theta": float(next(bases, 10000.0)),
             "vocab_size": int(embeddings.num_embeddings),
             **told_of(target),
         }
@@ -287,11 +290,3 @@ def _first(config: Any, names: Sequence[str], default: Any) -> Any:
         if values:
             return max(values)
     return default
-
-
-def _rope_theta(text: Any) -> float:
-    parameters = getattr(text, "rope_parameters", None) or {}
-    # By kind of layer, where these differ; None for a kind without rotary positions.
-    kinds = (parameters, parameters.get("full_attention"), *parameters.values())
-    bases = (kind["rope_theta"] for kind in kinds if isinstance(kind, dict) and kind.get("rope_theta"))
-    return float(next(bases, 10000.0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,10 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
     size = recipe.head.config().get("draft_vocab_size")
     if size is not None:
         always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        counts = token_counts(_some(train_rows), head.config.vocab_size)
+        some: Any = islice(train_rows, _COUNTED)
+        if hasattr(train_rows, "__getitem__"):  # else a stream: rows of all sources alike
+            some = (train_rows[int(i)] for i in np.random.default_rng(0).permutation(len(train_rows))[:_COUNTED])
+        counts = token_counts(some, head.config.vocab_size)
         head.reduce_vocabulary(frequent_tokens(counts, size, head.config.vocab_size, always))
         covered = int(counts[head.draft_vocabulary].sum()) / max(int(counts.sum()), 1)
         if args.should_log:
@@ -85,13 +88,6 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
     if args.push_to_hub:
         trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
     return final, metrics
-
-
-def _some(rows: Any) -> Iterator[dict[str, Any]]:
-    """Rows of all sources alike; of a stream, the first ones."""
-    if not hasattr(rows, "__getitem__"):
-        return islice(rows, _COUNTED)
-    return (rows[int(i)] for i in np.random.default_rng(0).permutation(len(rows))[:_COUNTED])
 
 
 def _evaluation(trainer: DrafterTrainer[Any]) -> dict[str, float]:

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.beams import BeamDrafter, View, last_of
@@ -78,10 +77,8 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         self.post_init()
 
     @classmethod
-    def _of_published(
-        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **where: Any
-    ) -> Self:
-        return load_published(cls, path, content, target, tokenizer, layers=eagle_layers, **where)
+    def _of_published(cls, *found: Any, **where: Any) -> Self:
+        return load_published(cls, *found, layers=eagle_layers, **where)
 
     # ---- the network -----------------------------------------------------------------------------------
 
