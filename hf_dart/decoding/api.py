@@ -223,9 +223,8 @@ def _drafted(
     run: Callable[..., Any] | None = None,
 ) -> Any:
     """Run `generate` with `assistant` (of `kwargs`) as drafter, or `run` with all that it has prepared."""
-    assistant = kwargs["assistant"]
-    tree_config, refine, trace, memory = (kwargs.get(name) for name in _KEYWORDS[1:])
-    _refuse_other(assistant, model)
+    drafting: dict[str, Any] = {name: kwargs.get(name) for name in _KEYWORDS}
+    _refuse_other(drafting["assistant"], model)
     stock = type(model).generate
     kwargs = _by_name(stock, args, _stocks(kwargs))
     # Stock does not pass these to a callable. It gives the prompt to a streamer before a call can be refused, so the
@@ -247,11 +246,7 @@ def _drafted(
         _take_stop_strings(model, kwargs, tokenizer)
     decode = partial(
         run or speculative_generate,
-        assistant=assistant,
-        tree_config=tree_config,
-        refine=refine,
-        trace=trace,
-        memory=memory,
+        **drafting,
         streamer=streamer,
         synced_gpus=bool(synced_gpus),
         optional=optional,

@@ -6,37 +6,9 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    EncoderNoRepeatNGramLogitsProcessor,
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EosTokenCriteria,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    ExponentialDecayLengthPenalty,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    MinPLogitsWarper,
-    NoBadWordsLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    StopStringCriteria,
-    SuppressTokensAtBeginLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-)
+from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 
 class AdditivePenaltyLogitsProcessor(LogitsProcessor):
@@ -58,38 +30,38 @@ class AdditivePenaltyLogitsProcessor(LogitsProcessor):
 
 # All compared by exact type: what a subclass does is not known.
 _SCORES_ALONE = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    SuppressTokensLogitsProcessor,
-    TopPLogitsWarper,
-    TopHLogitsWarper,
-    MinPLogitsWarper,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
+    transformers.TemperatureLogitsWarper,
+    transformers.TopKLogitsWarper,
+    transformers.InfNanRemoveLogitsProcessor,
+    transformers.LogitNormalization,
+    transformers.SuppressTokensLogitsProcessor,
+    transformers.TopPLogitsWarper,
+    transformers.TopHLogitsWarper,
+    transformers.MinPLogitsWarper,
+    transformers.TypicalLogitsWarper,
+    transformers.EpsilonLogitsWarper,
+    transformers.EtaLogitsWarper,
 )
 _ROW_FREE = (
     *_SCORES_ALONE,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    NoRepeatNGramLogitsProcessor,
+    transformers.MinLengthLogitsProcessor,
+    transformers.MinNewTokensLengthLogitsProcessor,
+    transformers.NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    SequenceBiasLogitsProcessor,
-    NoBadWordsLogitsProcessor,
-    ForcedBOSTokenLogitsProcessor,
-    ForcedEOSTokenLogitsProcessor,
-    ExponentialDecayLengthPenalty,
-    SuppressTokensAtBeginLogitsProcessor,
+    transformers.SequenceBiasLogitsProcessor,
+    transformers.NoBadWordsLogitsProcessor,
+    transformers.ForcedBOSTokenLogitsProcessor,
+    transformers.ForcedEOSTokenLogitsProcessor,
+    transformers.ExponentialDecayLengthPenalty,
+    transformers.SuppressTokensAtBeginLogitsProcessor,
     AdditivePenaltyLogitsProcessor,
 )
 # These keep state per row of the batch, and so need the whole batch.
 _ROW_BOUND = (
-    EncoderRepetitionPenaltyLogitsProcessor,
-    EncoderNoRepeatNGramLogitsProcessor,
+    transformers.EncoderRepetitionPenaltyLogitsProcessor,
+    transformers.EncoderNoRepeatNGramLogitsProcessor,
 )
-_CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
+_CRITERIA = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria, transformers.StopStringCriteria)
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
 
 
