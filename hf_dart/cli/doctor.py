@@ -20,13 +20,13 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from hf_dart.bench import doctor
+    from hf_dart.bench import examining
 
     common.set_threads(arguments.threads)
     given = (arguments.target, arguments.head, arguments.dtype, arguments.device_map, arguments.new_tokens)
-    report = doctor.examine(*given, **common.loading_options(arguments))
+    report = examining.examine(*given, **common.loading_options(arguments))
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
-        common.show(doctor.as_page(report))
+        common.show(examining.as_page(report))
     return 0 if report["passed"] else 1

@@ -19,7 +19,7 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-    from hf_dart.hub.published import published_drafters, published_table
+    from hf_dart.hub.known_drafters import published_drafters, published_table
     from hf_dart.interop.mtp_module import FIELDS
     from hf_dart.models.support import refuse_target
 

@@ -75,8 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.models.tokenizers import vocabulary_hash
     from hf_dart.training.data.documents import datasets_library
     from hf_dart.training.data.sources import DataArguments
-    from hf_dart.training.regenerate.regenerate import begin, open_sources, regenerate
     from hf_dart.training.regenerate.sampling import Sampling
+    from hf_dart.training.regenerate.shards import begin, open_sources, regenerate
     from hf_dart.training.regenerate.writer import RegenerateSettings
 
     with as_user_error():

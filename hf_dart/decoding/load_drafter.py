@@ -17,7 +17,7 @@ from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.registry import registered
 from hf_dart.errors import sentence
 from hf_dart.hub.download import HUB_OPTIONS, head_config, tensor_names
-from hf_dart.hub.published import path_of, published_drafters
+from hf_dart.hub.known_drafters import path_of, published_drafters
 
 _AUTO = "auto"
 _LOGGER = logging.getLogger(__name__)

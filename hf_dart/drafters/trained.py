@@ -17,9 +17,9 @@ from hf_dart.drafters import hooks
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import check_compatible, unwrapped
 from hf_dart.drafters.cost import relative_cost, sizes
+from hf_dart.drafters.draft_vocabulary import LMHeadRows, checked
 from hf_dart.drafters.layers import rotate, rotation_at
 from hf_dart.drafters.registry import registered
-from hf_dart.drafters.vocabulary import LMHeadRows, checked
 from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, tensor_names, weight_files
 from hf_dart.hub.kinds import kind_of

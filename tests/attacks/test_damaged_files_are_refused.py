@@ -29,7 +29,7 @@ from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.training.recipe import read_recipe
-from hf_dart.training.regenerate.regenerate import begin
+from hf_dart.training.regenerate.shards import begin
 
 BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
 KINDS: dict[str, Callable[..., Any]] = {

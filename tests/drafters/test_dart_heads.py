@@ -21,7 +21,7 @@ from support.users import letters
 from hf_dart import DartConfig, DartHead
 from hf_dart.decoding.api import attach, detach
 from hf_dart.drafters.base import Proposal
-from hf_dart.drafters.vocabulary import unused_token
+from hf_dart.drafters.draft_vocabulary import unused_token
 from hf_dart.hub.loading import load_target
 from hf_dart.interop.vllm import write_vllm
 from hf_dart.models.trial import check_verification

@@ -18,8 +18,8 @@ from support.tiny_training import largest_file, tiny_head, tiny_target, write_js
 from hf_dart.cli import main
 from hf_dart.models.tokenizers import end_tokens
 from hf_dart.training import DataArguments, load_rows
-from hf_dart.training.regenerate.regenerate import begin, open_sources, regenerate
 from hf_dart.training.regenerate.sampling import Sampling
+from hf_dart.training.regenerate.shards import begin, open_sources, regenerate
 from hf_dart.training.regenerate.writer import RegenerateSettings, as_message
 
 datasets = pytest.importorskip("datasets")

@@ -33,8 +33,8 @@ class DartConfig(HeadConfig):
         mask_mode: what a mask slot puts into the first layer: "learned", one free vector, or "peagle", a learned
             feature vector and the embedding of `mask_token_id`, which go through `fc` and the norms like those of
             real positions (P-EAGLE, arXiv 2602.01469), so that such heads can be served elsewhere.
-        mask_token_id: with "peagle", a token that no text contains; `hf_dart.drafters.vocabulary.unused_token` finds
-            one.
+        mask_token_id: with "peagle", a token that no text contains, as
+            `hf_dart.drafters.draft_vocabulary.unused_token` finds one.
         draft_vocab_size: M, how many tokens the head scores (`reduce_vocabulary`); None is all of them.
         block_attention: what a mask slot attends to in its draft: "causal", the slots in front of it, or
             "bidirectional", all of them.

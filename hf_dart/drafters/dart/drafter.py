@@ -18,10 +18,10 @@ from hf_dart.drafters.base import Proposal, Verified, pair_scores
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, fill, initialise
 from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Editor, Entries
+from hf_dart.drafters.draft_vocabulary import unused_token
 from hf_dart.drafters.layers import memory
 from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.vocabulary import unused_token
 from hf_dart.hub import card_texts
 from hf_dart.interop.eagle3 import eagle3_format, is_peagle, read_published
 from hf_dart.interop.original_dart import original_format, read_original

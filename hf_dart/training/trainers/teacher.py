@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dart.drafters.draft_vocabulary import LMHeadRows
 from hf_dart.drafters.trained import TrainedDrafter
-from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import device_of, has_rows
 from hf_dart.models.features import lm_head_of

@@ -6,8 +6,8 @@ from datetime import date
 
 from transformers import AutoConfig, Qwen3Config
 
+from hf_dart.hub.known_drafters import path_of, published_drafters, published_table
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.hub.published import path_of, published_drafters, published_table
 
 SIZES = {"hidden_size": 2560, "num_hidden_layers": 36, "vocab_size": 151936}
 

@@ -13,7 +13,7 @@ import torch
 from support.tiny import tiny_head, tiny_target
 from support.users import letters
 
-from hf_dart.bench import doctor
+from hf_dart.bench import examining
 from hf_dart.cli import main
 from hf_dart.models.tokenizers import template_hash
 
@@ -40,14 +40,14 @@ def pair(saved: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def threads() -> Iterator[int]:
     """More threads than there are cores."""
-    before, many = torch.get_num_threads(), doctor._cores() + 2
+    before, many = torch.get_num_threads(), examining._cores() + 2
     torch.set_num_threads(many)
     yield many
     torch.set_num_threads(before)
 
 
 def examined(pair: Path) -> tuple[bool, dict[str, Any], dict[str, dict[str, Any]]]:
-    report = doctor.examine(str(pair / "target"), str(pair / "head"), "float32", None)
+    report = examining.examine(str(pair / "target"), str(pair / "head"), "float32", None)
     return report["passed"], report, {one["name"]: one for one in report["checks"]}
 
 
@@ -86,15 +86,15 @@ def test_a_pair_that_does_not_load(breaks: Callable[[Path], None], found: str, r
 
 def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package, a target, and a target's memory for packed weights."""
-    monkeypatch.setattr(doctor, "requires", lambda name: ["not-installed>=1", "torch>=99"])
-    checks = {one["name"]: one for one in doctor.examine(str(tmp_path), None, None, None)["checks"]}
+    monkeypatch.setattr(examining, "requires", lambda name: ["not-installed>=1", "torch>=99"])
+    checks = {one["name"]: one for one in examining.examine(str(tmp_path), None, None, None)["checks"]}
     assert checks["versions"]["remedy"] == "pip install 'not-installed>=1' 'torch>=99'"
     assert "holds no config.json" in checks["target"]["found"]
     assert checks["target"]["remedy"] == "give the folder that the target was saved to."
     assert "trial" not in checks
-    monkeypatch.setattr(doctor, "free_memory", lambda: 1000)
+    monkeypatch.setattr(examining, "free_memory", lambda: 1000)
     target = tiny_target("llama", "eager", dtype=torch.float32)
-    bad = {one["name"]: one["remedy"] for one in doctor._model(target) if not one["good"]}
+    bad = {one["name"]: one["remedy"] for one in examining._model(target) if not one["good"]}
     assert bad.keys() == {"memory", "attention"}
     assert bad["attention"] == "attn_implementation='sdpa'"
 
@@ -103,7 +103,7 @@ def test_what_slows_down_or_drafts_badly(
     pair: Path, threads: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Threads beyond the cores, 16 bits on a CPU without units, another template, a promise that is not kept."""
-    monkeypatch.setattr(doctor, "product_seconds", lambda dtype: 1e-3 if dtype == torch.float32 else 3e-3)
+    monkeypatch.setattr(examining, "product_seconds", lambda dtype: 1e-3 if dtype == torch.float32 else 3e-3)
     config = pair / "head" / "config.json"
     fields = {"chat_template_hash": template_hash("of the training")}
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
@@ -123,7 +123,7 @@ def test_what_slows_down_or_drafts_badly(
     for one in report["settings"]:
         assert one["gain"] > 1.03
         compile(one["code"].replace("...", "x=1"), "setting", "exec")
-    page = doctor.as_page(report)
+    page = examining.as_page(report)
     assert "| threads | LOOK |" in page
     assert "| same text | ok | yes" in page
     assert torch.get_num_threads() == threads
