@@ -97,11 +97,7 @@ def missing_folder(path: str | Path) -> bool:
 
 
 def read_text(file: str | Path, what: str = "") -> str:
-    """Read the UTF-8 text of a file that a user named; `what` it is begins the message.
-
-    Raises:
-        UserError: it cannot be read as text.
-    """
+    """Read the UTF-8 text of a file that a user named; `what` it is begins the message of a `UserError`."""
     try:
         return Path(file).read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
@@ -109,11 +105,7 @@ def read_text(file: str | Path, what: str = "") -> str:
 
 
 def check_text(text: str, what: str) -> str:
-    """Return the text, which can be tokenized: command lines and JSON may bring half a character.
-
-    Raises:
-        UserError: it is no Unicode text.
-    """
+    """Return the text if it can be tokenized, or raise a `UserError`: command lines may bring half a character."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -36,9 +36,6 @@ def methods(
             head as it comes, and "engine", the same in compiled rounds.
         assistant_model: a small causal LM for stock's assisted decoding.
         drafters: more drafters of ours for the target, each with its own tree.
-
-    Raises:
-        UserError: stock has no assisted decoding for such a target.
     """
     head = pair.head
     found: dict[str, dict[str, Any]] = {STOCK: {}}

@@ -63,10 +63,8 @@ def with_head(model: Any, tokenizer: Any, target: str, head: str | None) -> Pair
 def target_of(head: str | None) -> str:
     """Return the target that a head was made for: `PACKAGED`, which None is for as well, or a folder or Hub id.
 
-    That is the target of its training (recipe.yaml of the run, training.json), or a Hub id in its config.
-
-    Raises:
-        UserError: its files do not say, or the target is not where they say.
+    That is the target of its training (recipe.yaml of the run, training.json), or a Hub id in its config; a `UserError`
+    where its files do not say, or the target is not where they say.
     """
     import yaml
 

@@ -55,11 +55,7 @@ class Answer:
 
 @contextmanager
 def running(command: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Run a server, and yield its port and process id once it answers.
-
-    Raises:
-        UserError: it ends, or does not answer in five minutes.
-    """
+    """Run a server, and yield its port and process id once it answers, which it has to in five minutes."""
     with socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -32,11 +32,7 @@ _WARMUP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a measurement.
-
-    Raises:
-        ValueError: a batch is larger than the number of prompts.
-    """
+    """Sizes of a measurement; no batch may be larger than the number of prompts."""
 
     prompts: int = 8
     prompt_tokens: int = 96  # of the longest

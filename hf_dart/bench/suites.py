@@ -42,29 +42,19 @@ def open_suite(
     name: str,
     tokenizer: Any,
     count: int,
-    most: int | None = None,
+    most: int | None = None,  # tokens of a prompt; longer ones are passed over
     *,
-    least: int = 1,
-    answer: Answer | None = None,
-    flags: dict[str, Any] | None = None,
+    least: int = 1,  # prompts of a category; those with fewer are left out where there are several
+    answer: Answer | None = None,  # the model's own to a prompt, for the turns after it; None reads first turns alone
+    flags: dict[str, Any] | None = None,  # handed to the chat template, such as `enable_thinking`
 ) -> dict[str, list[list[int]]]:
     """Return the token ids of `count` prompts of each category of a suite; "" is that of rows that name none.
 
     Rows hold `turns` of a user; `messages` or `conversations`, which the tokenizer's chat template frames up to the
     last answer; a `prompt` or `text` to go on with; or what a user asks (`question`, `instruction`, `problem`,
     `article`, `document`). Without a chat template, what was said is the prompt, with blank lines between. Rows that
-    cannot be used are left out, with a warning.
-
-    Args:
-        name: of `PACKAGED` or `NAMED`, NAME=FILE for one of those from a file or folder, a path, or
-            NAME[:CONFIG[:SPLIT]] of the Hub.
-        most: tokens of a prompt; longer ones are passed over.
-        least: prompts of a category; those with fewer are left out where there are several.
-        answer: the model's own answer to a prompt, for the turns after it; None reads first turns alone.
-        flags: handed to the chat template, such as `enable_thinking`.
-
-    Raises:
-        UserError: there is no such suite, or it has too few prompts.
+    cannot be used are left out, with a warning. A suite is one of `PACKAGED` or `NAMED`, NAME=FILE (or folder) for one
+    of those, a path, or NAME[:CONFIG[:SPLIT]] of the Hub.
     """
     found: dict[str, list[list[int]]] = {}
     unusable: list[str] = []
@@ -164,9 +154,6 @@ def texts(files: list[Path] | None = None) -> tuple[str, list[Path]]:
     """Return the name of the text of a measurement, and its files.
 
     By default, it is the source of the installed pytest, which the packaged pair has never seen.
-
-    Raises:
-        UserError: pytest is not installed.
     """
     if files is not None:
         return ", ".join(path.name for path in files), files
@@ -182,9 +169,6 @@ def cut_prompts(tokenizer: Any, files: list[Path], count: int, length: int) -> l
 
     Evenly spaced files give one each, from a line a third of the way in; fewer files than prompts are cut in
     several places.
-
-    Raises:
-        UserError: a file cannot be read or is too short.
     """
     chosen = [files[i * len(files) // count] for i in range(count)]
     prompts: list[list[int]] = []
@@ -202,11 +186,7 @@ def cut_prompts(tokenizer: Any, files: list[Path], count: int, length: int) -> l
 
 
 def long_prompts(tokenizer: Any, files: list[Path], count: int, length: int) -> list[list[int]]:
-    """`count` prompts of `length` tokens, from places evenly spaced in files that are read one after the other.
-
-    Raises:
-        UserError: a file cannot be read, or they are too short.
-    """
+    """`count` prompts of `length` tokens, from places evenly spaced in files that are read one after the other."""
     ids = tokenizer("".join(map(read_text, files)), add_special_tokens=False, verbose=False)["input_ids"]
     step = len(ids) // count
     if length > step:

@@ -277,11 +277,7 @@ class Namespace:
 
 
 def namespace_of(memory: Any) -> Namespace | None:
-    """Return what a call remembers in, from its `memory=`.
-
-    Raises:
-        TypeError: it is no store.
-    """
+    """Return what a call remembers in, from its `memory=`, which has to be a store or a part of one."""
     if isinstance(memory, SuffixStore):
         return memory.namespace("")
     if not isinstance(memory, Namespace | None):

@@ -140,12 +140,10 @@ class BeamDrafter(Drafter[State]):
 
     @abstractmethod
     def draft_level(self, state: State, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
-        """One pass over W drafted tokens of depth `level`, from 1: their states [B, W, H].
+        """One pass over W drafted tokens [B, W] of depth `level`, from 1: their states [B, W, H].
 
-        Args:
-            tokens: [B, W].
-            previous: [B, W, H] the states that drafted them.
-            sees: [B, W, level W] which entries of this draft lie on the path to each, itself included.
+        `previous` [B, W, H] are the states that drafted them, and `sees` [B, W, level W] says which entries of this
+        draft lie on the path to each, itself included.
         """
 
     @abstractmethod

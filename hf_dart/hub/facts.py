@@ -67,9 +67,6 @@ class HeadFacts:
 
         `known` are the other attributes, as they are. Left out, `base_model` is the target's name in the config if that
         is one, and `license` that under which another project published the drafter, if one did.
-
-        Raises:
-            ValueError: a file is missing, damaged, or tells of another head; the message names it.
         """
         folder = Path(folder)
         file = folder / "config.json"

@@ -37,14 +37,8 @@ _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have 
 def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple[Path, dict[str, float]]:
     """Train as `recipe` says, evaluate, and save the head to `final` in the output folder; `say` what was prepared.
 
-    Returns:
-        The folder of the head, and the metrics of the last evaluation (none without evaluation data).
-
-    Raises:
-        ValueError: an option cannot be used; nothing has been written.
-        UserError: the target cannot be loaded.
-        FloatingPointError: training has diverged.
-        OSError: something cannot be read or written.
+    Returned are the folder of the head, and the metrics of the last evaluation (none without evaluation data). If an
+    option cannot be used, nothing has been written.
     """
     args = recipe.training
     checkpoint = checkpoint_of(args.output_dir, args.resume_from_checkpoint)

@@ -63,11 +63,7 @@ class DiffusionConfig(DrafterConfig):
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
-        """Make a config of two layers as wide as those of `target` (a causal LM), without features, plus any overrides.
-
-        Raises:
-            ValueError: the target has no token embeddings or no LM head to share.
-        """
+        """Make a config of two layers as wide as those of `target` (a causal LM), without features, plus overrides."""
         shape = DrafterConfig.for_target(target)
         fields = {"feature_layers": (), "hidden_size": shape.feature_size, "lm_head_size": shape.hidden_size}
         return super().for_target(target, **{**fields, **overrides})

@@ -109,12 +109,7 @@ def regenerate(
 ) -> Iterator[dict[str, Any]]:
     """Write one shard of the rows, every n-th, to a file of its own; what is there stays, and the rest is added.
 
-    Yields:
-        Each record (`Writer.record`), which is in the file by then.
-
-    Raises:
-        ValueError: a reply cannot be divided into its parts.
-        OSError: the disk is full, or else refuses a row; those before it are kept.
+    Yielded is each record (`Writer.record`), which is in the file by then. If a row fails, those before it are kept.
     """
     number, count = shard
     file = folder / f"rows-{number}-of-{count}.jsonl"

@@ -128,10 +128,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Add to a batch what is random about it: `anchors` [B, K], the places of its blocks, and a `seed` of noise.
 
         `inputs` are the stacked rows: `input_ids`, `documents` [B, T], perhaps `loss_mask` [B, T] and `beside`. A
-        resumed run gets the same generator.
-
-        Returns:
-            Number of blocks that its loss will be a sum over.
+        resumed run gets the same generator. Returned is the number of blocks that the loss will be a sum over.
         """
         count, length = self.args.anchors_per_row, self.drafter.draft_length
         inputs["anchors"] = draw_anchors(inputs["documents"], count, length, generator, inputs.get("loss_mask"))
@@ -141,10 +138,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     def teach(self, inputs: dict[str, Any], places: Tensor) -> tuple[Tensor, Goals]:
         """Return the target's features [B, T, F], and what it says after the tokens at `places` [U] (`Goals`).
 
-        Of rows with images or sounds, `read` is added to the batch (`read_tokens`).
-
-        Raises:
-            ValueError: the batch has images, and this trainer takes none.
+        Of rows with images or sounds, if the trainer takes them, `read` is added to the batch (`read_tokens`).
         """
         ids = inputs["input_ids"]
         if "beside" not in inputs:
@@ -241,11 +235,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         return (loss, {"drafts": drafts}) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the loss of a micro-batch, after its backward pass.
-
-        Raises:
-            FloatingPointError: the loss is not finite; the weights are those before the step.
-        """
+        """Return the loss of a micro-batch, after its backward pass; one that is not finite stops before the step."""
         loss = super().training_step(*args, **kwargs)
         if not math.isfinite(value := float(loss)):
             step = self.state.global_step + 1
