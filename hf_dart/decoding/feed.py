@@ -48,18 +48,9 @@ class PromptReader:
     `_prefill` returns the last chunk's outputs only, and hooks on the target would be state that concurrent calls see;
     this proxy is neither. The prompt's last position has no token after it yet: its features wait for the first
     generated token.
-
-    Attributes:
-        state: of the drafter.
-        last: [B, 1, F] features of the last position that was read.
-        tail: the last positions that were handed on; None if there were none.
-        width: how many positions the last chunk had.
-        shift: `position_shift` of stock's first step after the prompt: [..., B] how far positions that the target is
-            told lie above a row's own; None if nowhere.
-        extra_inputs: what stock hands the target in that step that is not text.
     """
 
-    def __init__(self, request: Request, state: Any) -> None:
+    def __init__(self, request: Request, state: Any) -> None:  # of the drafter
         self._target, self._request, self.state = request.model, request, state
         prompt = request.prompt[:, request.cached - request.total :]
         if request.multimodal and not prompt.is_floating_point():
@@ -68,11 +59,11 @@ class PromptReader:
         self._prompt = prompt  # the ids [B, T] or embeddings [B, T, E] that prefill runs over
         self._pads = torch.tensor([max(pad - request.cached, 0) for pad in request.pads])
         self._next = 0  # slot of the first position that was not handed on
-        self.last: Any = None
-        self.tail: Verified | None = None
-        self.width = 0
-        self.shift: Tensor | None = None
-        self.extra_inputs: dict[str, Any] = {}
+        self.last: Any = None  # [B, 1, F] features of the last position that was read
+        self.tail: Verified | None = None  # the last positions that were handed on
+        self.width = 0  # positions of the last chunk
+        self.shift: Tensor | None = None  # `position_shift` of stock's first step after the prompt
+        self.extra_inputs: dict[str, Any] = {}  # what stock hands the target in that step that is not text
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)

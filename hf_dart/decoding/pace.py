@@ -65,24 +65,20 @@ class PaceRecord:
     """Measurements of the rounds of one kind of calls; costs are relative, as those of `RoundCost`.
 
     A new kind begins with what the latest one whose rounds cost the same has measured.
-
-    Attributes:
-        left, wait: rounds that are left of a pause, and rounds of the next one.
-        gains: running means of the tokens that drafts and copies bring: weighted by rows, and to the slowest row.
     """
 
     chances: Array  # [d] estimated chance that a drafted tree is right up to each depth, where copies alone are not
     counts: Array  # [d] drafts that each of them was computed from, those that the prior counts for included
     correction: Array  # [N] measured cost of verifying 1 to N nodes per row, divided by its estimate
     timed: Array  # [N] rounds that were measured, fewer the longer ago they are
-    left: int = 0
-    wait: int = _FIRST_WAIT
+    left: int = 0  # rounds of a pause
+    wait: int = _FIRST_WAIT  # rounds of the next pause
     pauses: int = 0  # since drafts last paid
     rounds: int = 0  # drafted since the last pause
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
     draft_costs: tuple[float, ...] = ()  # of the last drafts, where they are timed
-    gains: tuple[float, float] = (1.0, 1.0)
+    gains: tuple[float, float] = (1.0, 1.0)  # running means of tokens brought: weighted by rows, and to the slowest
     copy_counts: CopyCounts = field(default_factory=CopyCounts)  # how often copies were right
 
 

@@ -54,13 +54,7 @@ FILL = 64
 
 @dataclass(frozen=True)
 class Request:
-    """One call of `generate` that drafts can serve exactly, as stock prepared it; nothing in it changes.
-
-    Attributes:
-        processors, criteria, generation_config: of the call.
-        timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
-        pause: is called with the `PromptReader` between two pieces of the prompt; None for none.
-    """
+    """One call of `generate` that drafts can serve exactly, as stock prepared it; nothing in it changes."""
 
     model: PreTrainedModel  # the target
     drafter: Drafter[Any]  # what drafts
@@ -81,9 +75,9 @@ class Request:
     in_step: bool  # all rows go position by position, as stock's do, because processors or criteria may do anything
     traced: bool  # keep every round and its tree in the statistics
     windowed: bool  # layers with a sliding window may drop what has left it; else the cache holds the whole text
-    timed: Collection[str]
+    timed: Collection[str]  # fields of `tree_config` that are estimates, for measured times (`Pace.timed_costs`)
     memory: Namespace | None = None  # texts of earlier calls (`decoding.suffix_store`); None for none
-    pause: Callable[[Any], None] | None = None
+    pause: Callable[[Any], None] | None = None  # called with the `PromptReader` between two pieces of the prompt
     observers: tuple[Any, ...] = ()  # `decoding.session.Observer`s of this call, beside those of its drafter
 
     @property

@@ -73,13 +73,7 @@ class HiddenStates:
 
 @dataclass
 class Session:
-    """The parts of one call. `seen` moves on with every round; the others stay, and keep their own state.
-
-    Attributes:
-        aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
-            generator, it moves nothing.
-        pending: verified positions that the drafter has not read, rounds having had no draft.
-    """
+    """The parts of one call. `seen` moves on with every round; the others stay, and keep their own state."""
 
     request: Request  # what was asked for
     rows: Rows  # the text of each row
@@ -88,7 +82,7 @@ class Session:
     pace: Pace  # how rounds are drafted, and what they cost
     drafter_state: DrafterState  # of the drafter, and what of the text that covers
     propose_with: ProposeFunction  # how the drafter is asked for a draft
-    aside: Callable[[], AbstractContextManager[None]]
+    aside: Callable[[], AbstractContextManager[None]]  # around what the drafter does, which may draw: put back after it
     keeps: bool  # the drafter may be asked, in this call or a later one; else it reads nothing
     grower: TreeGrower  # from a draft to a tree
     verify: Any  # the target's forward over a tree: a `Verifier`, or a captured one in its place
@@ -98,7 +92,7 @@ class Session:
     vocab_size: int  # V of the target's logits
     hidden_states: HiddenStates | None  # where the call returns them
     seen: Verified  # the positions that the last round verified, each with the token after it
-    pending: list[Verified] = field(default_factory=list)
+    pending: list[Verified] = field(default_factory=list)  # what the drafter has not read, for want of a draft
     observers: list[Observer] = field(default_factory=list)  # are told of what the call commits
 
     def noise_ahead(self, start: int, depth: int) -> Tensor | None:

@@ -27,16 +27,11 @@ _COUNTS = ("rounds", "plain_rounds", "paused_rounds", "row_rounds", "tokens", "d
 
 @dataclass(frozen=True)
 class TracedRound:
-    """One round, as Python numbers.
+    """One round, as Python numbers."""
 
-    Attributes:
-        tokens, parents: [B][N] of the tree; a node without a parent is the root or empty.
-        scores: [B][N] log-chance of each path as the drafter saw it; None for trees that were grown without.
-    """
-
-    tokens: list[list[int]]
-    parents: list[list[int]]
-    scores: list[list[float]] | None
+    tokens: list[list[int]]  # [B][N] of the tree
+    parents: list[list[int]]  # [B][N]; a node without one is the root or empty
+    scores: list[list[float]] | None  # [B][N] log-chance of each path as the drafter saw it; None without one
     paths: list[list[int]]  # per row the nodes that were committed, the root first; none for rows that stood still
     seconds: dict[str, float]  # wall time per phase
 

@@ -27,14 +27,10 @@ class BeamProposal(Proposal):
     """A draft that branches: after each of W tokens per depth it has a distribution of its own.
 
     Its `logits` [B, d, V] are log-probabilities, summed over the branches.
-
-    Attributes:
-        branches: [B, d - 1, W] the tokens of depths 1 to d - 1 that were drafted on from, different ones per depth.
-        conditional: [B, d - 1, W, V] log-probabilities of the next depth after each of them.
     """
 
-    branches: Tensor
-    conditional: Tensor
+    branches: Tensor  # [B, d - 1, W] tokens of depths 1 to d - 1 that were drafted on from, different ones per depth
+    conditional: Tensor  # [B, d - 1, W, V] log-probabilities of the next depth after each of them
 
     def within(self, vocab_size: int) -> Self:
         return replace(super().within(vocab_size), conditional=self.conditional[..., :vocab_size])
@@ -67,18 +63,12 @@ class BeamProposal(Proposal):
 
 @dataclass(frozen=True)
 class View:
-    """Slots and positions of one forward's entries, and the mask of what they attend to.
+    """Slots and positions of one forward's entries, and the mask of what they attend to."""
 
-    Attributes:
-        positions, slots: [B, Q], the latter those that they are written to.
-        seen: [B, Q, S] bool, which of the first S slots each attends to.
-        at: [B, S] the positions of those.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    seen: Tensor
-    at: Tensor
+    positions: Tensor  # [B, Q]
+    slots: Tensor  # [B, Q] that they are written to
+    seen: Tensor  # [B, Q, S] bool, which of the first S slots each attends to
+    at: Tensor  # [B, S] the positions of those
 
     @classmethod
     def after(cls, state: SlotCache, entries: int) -> View:

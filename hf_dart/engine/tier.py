@@ -30,11 +30,6 @@ class Tier:
 
     Rounds are those of every call: the session's forward of the target, its cache and, of drafters that run on fixed
     shapes, the draft are replaced while it runs here (`taken_by`), in T slots of text and trees of at most N nodes.
-
-    Attributes:
-        forwards: captured forwards, by nodes of the trees.
-        drafts: captured drafts, by their depth.
-        failure: why a part could not be launched, if one could not.
     """
 
     def __init__(self, session: Session, slots: int, nodes: int, capture: Capture) -> None:
@@ -54,9 +49,9 @@ class Tier:
                 state, zeros = session.drafter_state.state, capture.memory.of("head")
                 room = -(-(state.bound(slots) + self._most + MAX_DRAFT_LENGTH) // 8) * 8
                 self._draft_cache = state.as_fixed(batch, room, state.lengths.device, zeros)
-        self.forwards: dict[int, CapturedForward] = {}
-        self.drafts: dict[int, CapturedDraft] = {}
-        self.failure: Exception | None = None
+        self.forwards: dict[int, CapturedForward] = {}  # by nodes of the trees
+        self.drafts: dict[int, CapturedDraft] = {}  # by their depth
+        self.failure: Exception | None = None  # why a part could not be launched, if one could not
 
     def fits(self, longest: int) -> bool:
         """Tell whether there is room for one more round after `longest` committed tokens."""

@@ -117,17 +117,11 @@ def network_names(
 
 @dataclass(frozen=True)
 class Published:
-    """A published head, by its config.json and the headers of its weights.
+    """A published head, by its config.json and the headers of its weights."""
 
-    Attributes:
-        fields: of an `EagleConfig` or a `DartConfig`, `feature_layers` in the order in which they are fused.
-        names: renamings (`interop.weights.renamed`) of a network with `layers.N` to the names in the file.
-        ignored: names of tensors that are not used.
-    """
-
-    fields: dict[str, Any]
-    names: dict[str, str] = field(default_factory=network_names)
-    ignored: frozenset[str] = frozenset()
+    fields: dict[str, Any]  # of an `EagleConfig` or `DartConfig`, `feature_layers` in the order in which they are fused
+    names: dict[str, str] = field(default_factory=network_names)  # renamings (`weights.renamed`) to those in the file
+    ignored: frozenset[str] = frozenset()  # names of tensors that are not used
 
 
 def read_published(

@@ -24,19 +24,14 @@ BEST = 64  # tokens of the target's distribution that are kept where the feature
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive verified positions of one text.
-
-    Attributes:
-        begun: [n] bool, the positions that rounds began after.
-        best: logits and tokens [n, k] of the target's best k, not of a prompt; empty where the features determine them.
-    """
+    """Consecutive verified positions of one text."""
 
     features: Tensor  # [n, F] of the target, as the drafter reads them
     next_tokens: Tensor  # [n] the token after each position
-    begun: Tensor
+    begun: Tensor  # [n] bool, the positions that rounds began after
     temperature: float  # that the text was sampled with; 0 for greedy search
     prompt: int = 0  # how many of the positions, at the beginning, are of a prompt
-    best: tuple[Tensor, ...] = ()
+    best: tuple[Tensor, ...] = ()  # logits and tokens [n, k] of the target's best k; empty if features determine them
 
     def __len__(self) -> int:
         return len(self.next_tokens)

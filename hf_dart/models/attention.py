@@ -33,10 +33,7 @@ class TreeAttention:
     """The attention that verifies the trees of a target: eager and SDPA themselves, SDPA in the place of others.
 
     Targets of which a class that the text goes through has no SDPA (attention sinks, soft caps) take eager attention.
-
-    Attributes:
-        own: that of the target.
-        name: that of its trees.
+    `own` is the name of the target's, `name` that of its trees.
     """
 
     def __init__(self, target: PreTrainedModel) -> None:

@@ -53,11 +53,6 @@ class Verifier:
     """Verifier of trees: runs them through a target whose cache holds the committed tokens.
 
     A step without a draft is run as stock would where that needs no mask of ours: by the user's attention.
-
-    Attributes:
-        attention: what it verifies by.
-        hidden_states: of the last tree, those of all layers, [..., B, N, ..., H] each; empty unless they are kept.
-        extra_inputs: arguments of the target besides the usual ones, such as token types.
     """
 
     def __init__(
@@ -73,9 +68,9 @@ class Verifier:
         self.cache = cache
         self.kinds = kinds
         self.feature_layers = feature_layers
-        self.hidden_states: tuple[Tensor, ...] = ()
+        self.hidden_states: tuple[Tensor, ...] = ()  # of the last tree, if kept: [..., B, N, ..., H] of each layer
         self.shift = shift
-        self.extra_inputs: Mapping[str, Any] = {}
+        self.extra_inputs: Mapping[str, Any] = {}  # besides the usual ones, such as token types
         self._keep_hidden_states = keep_hidden_states
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())

@@ -40,16 +40,10 @@ class Entries(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """The edit pass of `DartModel.forward`.
+    """The edit pass of `DartModel.forward`."""
 
-    Attributes:
-        mask: [B, 1, M, T + M] what the slots attend to.
-        draft: the tokens [B, M] that the slots hold, from the states [B, T + M, H] of the first pass; -1 for slots
-            that stay masked.
-    """
-
-    mask: Tensor
-    draft: Callable[[Tensor], Tensor]
+    mask: Tensor  # [B, 1, M, T + M] what the slots attend to
+    draft: Callable[[Tensor], Tensor]  # from states [B, T + M, H] of the first pass to tokens [B, M]; -1 stays masked
 
 
 class Editor(nn.Module):

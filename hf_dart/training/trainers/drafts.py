@@ -15,18 +15,12 @@ from hf_dart.trees.vocabulary import columns_of
 
 
 class Goals(NamedTuple):
-    """The target's distributions after some tokens of a batch, in a draft vocabulary of M tokens.
-
-    Attributes:
-        others: [U] log of the sum of exp(logit) over all tokens outside of it; None where that was not asked for, or
-            none is.
-        best: [U] column of the likeliest token, M for one outside; None where that was not asked for.
-    """
+    """The target's distributions after some tokens of a batch, in a draft vocabulary of M tokens."""
 
     places: Tensor  # [U] those tokens, in ascending order, counted through the rows [B T]
     logits: Tensor  # [U, M]; M is V without a draft vocabulary
-    others: Tensor | None = None
-    best: Tensor | None = None
+    others: Tensor | None = None  # [U] log-sum-exp over all tokens outside of it, where asked for and there are any
+    best: Tensor | None = None  # [U] column of the likeliest token, M for one outside, where that was asked for
 
     @classmethod
     def joined(cls, parts: Sequence[Goals]) -> Goals:
