@@ -302,22 +302,16 @@ class Drafter(_Plain, ABC, Generic[State]):
     def read_first(self, state: State, tokens: Tensor, counts: Tensor) -> None:
         """Take in the tokens that come before those which positions bring: a text's first one, or a cached prefix.
 
-        Called once, right after `begin`. By default they are not looked at: features say what came before.
-
-        Args:
-            tokens: [B, A] the tokens up to the one at the first position to come, or their embeddings [B, A, E].
-            counts: [B] how many of the A entries of a row are real, at least one; the rest is padding.
+        Called once, right after `begin`. `tokens` [B, A], or their embeddings [B, A, E], go up to the one at the first
+        position to come; `counts` [B] of each row are real, at least one, the rest is padding. By default they are not
+        looked at: features say what came before.
         """
 
     @abstractmethod
     def extend(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        """Take in verified positions without drafting.
+        """Take in verified positions, as `Verified` has them, without drafting; the longest row has no padding.
 
-        Args:
-            features: [B, A, F] hidden states of the target at `feature_layers`, concatenated.
-            next_tokens: [B, A] the token after each position; [B, A, E] its embedding where the prompt was given
-                as `inputs_embeds`, or has images or sounds (`reads_embeddings`).
-            counts: [B] how many of the A entries of a row are real; the rest is padding, and the longest row has none.
+        Where a prompt has images or sounds, too, its tokens come as embeddings [B, A, E] (`reads_embeddings`).
         """
 
     @property
@@ -363,29 +357,18 @@ class Drafter(_Plain, ABC, Generic[State]):
         return False
 
     def refine(self, state: State, first: Proposal, tokens: Tensor) -> Proposal:
-        """Return a better draft than the one that `propose` has just returned.
+        """Return a better draft than the `first` one, which `propose` has just returned.
 
-        Args:
-            first: what `propose` returned.
-            tokens: [B, d] the tokens that are drafted so far; the last one is not looked at.
-
-        Returns:
-            Distributions of which entry i holds after the tokens 0..i - 1 of that draft.
+        Entry i of its distributions holds after the tokens 0..i - 1 of those that are drafted so far, `tokens` [B, d].
         """
         raise NotImplementedError(f"{type(self).__name__} does not refine its drafts.")
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
-        """Scores that depend on the token in front, where the drafter has them.
+        """Scores that depend on the token in front; None if the tokens of a draft are independent of each other.
 
-        Args:
-            proposal: as `propose` returned it.
-            roots: [B] last committed tokens.
-            candidates: [B, d, K] token ids; -1 is no candidate.
-            scores: [B, d, K] their log-probabilities by `proposal` alone, with the noise if there is any.
-
-        Returns:
-            [B, d, K, K], entry (i, j, k) for candidate k of depth i after candidate j of depth i - 1 (at
-            depth 0 after the root, whatever j); None if a draft's tokens are independent of each other.
+        Of `candidates` [B, d, K] (-1 is none), whose log-probabilities by `proposal` alone, with the noise if there is
+        any, are `scores` [B, d, K], after the last committed tokens `roots` [B]. Entry (i, j, k) of the result
+        [B, d, K, K] is for candidate k of depth i after candidate j of depth i - 1, at depth 0 after the root.
         """
         return None
 

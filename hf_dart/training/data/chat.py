@@ -72,9 +72,6 @@ class ChatFormat:
         up to its end adds to the rendering up to its start, as far as the end token. Where later turns change how
         earlier ones are rendered (templates that drop past thoughts), there is one document for each assistant's
         turn, rendered up to its end as the model meets it, and only that turn is marked in it.
-
-        Raises:
-            ValueError: the template does not take these messages, or no rendering shows where a turn begins.
         """
         template = self.tokenizer.get_chat_template(self.template, tools)
         if marked and re.search(r"\{%-?\s*generation\s*-?%\}", template):

@@ -22,16 +22,13 @@ from hf_dart.training.objective.losses import NO_LABEL
 class Blocks:
     """Positions and masks of blocks, which a drafter's `forward` takes in addition to features and embeddings.
 
-    A mask is bool, True if a query attends to a key: [B, 1, queries, keys]. Keys are all S entries.
-
-    Attributes:
-        entries: [B, K d] of each block, as `DartHead.propose` gives them: the anchor's real position (shifted logits),
-            then its d - 1 mask slots, or d of these; those of absent blocks mean nothing.
+    A mask is bool, True if a query attends to a key: [B, 1, queries, keys]. Keys are all S entries. A block's are those
+    that `DartHead.propose` has: the anchor's real position (shifted logits), then d - 1 mask slots, or d of these.
     """
 
     anchors: Tensor  # [B, K] real position of each block; -1 is no block
     positions: Tensor  # [B, S] with S = T - 1 + K M, counted from the start of each document; M mask slots per block
-    entries: Tensor
+    entries: Tensor  # [B, K d] of each block; those of absent blocks mean nothing
     sees: Callable[[Tensor], Tensor]  # the mask [B, 1, Q, keys] of some entries [B, Q]
     real: int  # T - 1
 

@@ -152,10 +152,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
         """Return the states [B, K, d, H] of all blocks, as drafting there would give them; of absent ones, anything.
 
-        Args:
-            model: the drafter, as `accelerate` has wrapped it.
-            inputs: with what `draw` has added; and where there are images, `read` (`read_tokens`).
-            features, goals: of `teach`.
+        `model` is the drafter as `accelerate` has wrapped it, `inputs` the batch with what `draw` and `teach` added.
         """
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
