@@ -17,7 +17,7 @@ from support import compare
 from support.cases import GREEDY, SAMPLED
 from support.families import needs_running_states
 from support.makers import MAKERS, PARTS, pair
-from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
+from support.tiny import prompts, tiny_head, tiny_target
 from support.users import TOKENIZER, Criterion, FormProcessor, OwnError, Processor
 from transformers import LogitsProcessor
 
@@ -362,12 +362,11 @@ def test_closing_cancels_what_is_not_done() -> None:
 
 
 def test_drafter_and_memory_of_an_attached_model() -> None:
-    """Requests may have other trees and drafters, and no memory; those of one shape run at a time."""
+    """Requests may have other trees, and no memory; those of one shape run at a time."""
     target, store = tiny_target("llama"), SuffixStore()
     attach(target, tiny_head(target), memory=store)
     with Batcher(target) as batcher:
-        shapes: list[dict[str, Any]] = [{"memory": None}, {}, {"assistant": tiny_eagle_drafter(target)}]
-        shapes.append({"tree_config": TreeConfig(nodes=2)})
+        shapes: list[dict[str, Any]] = [{"memory": None}, {}, {"tree_config": TreeConfig(nodes=2)}]
         handles = [batcher.submit([3, 4, 5], **GREEDY, **shape) for shape in shapes]
     wanted = type(target).generate(target, torch.tensor([[3, 4, 5]]), **GREEDY)
     for handle in handles:
