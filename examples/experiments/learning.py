@@ -163,11 +163,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file of figures by kind, in which this kind is replaced")
     arguments = parser.parse_args()
     found = measured(arguments.kind, arguments)
-    found |= circumstances(["python", *sys.argv], torch.device("cpu"))
+    about = circumstances(["python", *sys.argv], torch.device("cpu"))
+    found |= about
     print(json.dumps(found, indent=1))
     if arguments.json is not None:
         kept = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
-        kept |= {"date": found["date"], found["kind"]: found}
+        kept |= {**about, found["kind"]: found}
         arguments.json.write_text(json.dumps(kept, indent=1) + "\n")
 
 
