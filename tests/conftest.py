@@ -24,6 +24,7 @@ from support.simulated_gpu import simulated_gpu  # noqa: E402
 
 from hf_dart.decoding import session  # noqa: E402
 from hf_dart.decoding.pace import Pace  # noqa: E402
+from hf_dart.drafters.base import Drafter  # noqa: E402
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -60,6 +61,16 @@ def _drafts_were_accepted(request: pytest.FixtureRequest) -> Iterator[None]:
     if "not matrix" in options.markexpr and not options.keyword and not any("::" in it for it in request.config.args):
         for one in TALLIES.values():
             assert len(one.taus) == before.get(one.title, 0) or one.mean_tau > one.least, one
+
+
+@pytest.fixture(params=["called", "captured"])
+def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run a test in both executors: on fixed shapes whatever can run there, uncompiled."""
+    if request.param == "captured":
+        from support.engines import Everywhere
+
+        monkeypatch.setattr(Drafter, "engine", Everywhere())
+    return str(request.param)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ def target() -> Any:
     return attach(tiny_target("llama"))
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize("lengths", [[6], [6, 3, 5]])
 @pytest.mark.parametrize("kind", ["lookup", "head"])
@@ -37,6 +38,7 @@ def test_forced_tokens_are_drafted(target: Any, kind: str, lengths: list[int], s
         assert drafter.last_stats.tau > (2.0 if kind == "lookup" else 1.3), drafter.last_stats.tau
 
 
+@pytest.mark.usefixtures("executor")
 def test_ends_and_new_calls(target: Any) -> None:
     """A token of the grammar ends the text; the next call begins at the start of the grammar."""
     total = tally("grammar that ends", least=1.2)
@@ -148,6 +150,7 @@ def packaged() -> tuple[Any, Any]:
     return attach(AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float64)), tokenizer
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of those packages
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize(

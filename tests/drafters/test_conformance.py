@@ -19,7 +19,7 @@ from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
 from support.compare import Tally, assert_identical, run, tally
 from support.heads import assert_saved
 from support.interruptions import interrupt
-from support.makers import MAKERS, PARTS, pair
+from support.makers import MAKERS, PARTS, PUBLISHED, pair
 from support.sentences import refused
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_target
 from support.turns import RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
@@ -32,10 +32,11 @@ IN_FAMILIES = [
     *((kind, family, attention) for kind in OF_ANY_TARGET for family in FAMILIES for attention in ("eager", "sdpa")),
     *(("dflash", family, "sdpa") for family in ("opt", "cohere2")),
 ]
-TALLIES: dict[str, Tally] = {kind: tally(f"float64, {kind}", least=1.2) for kind in MAKERS}
+TALLIES: dict[str, Tally] = {kind: tally(f"float64, {kind}", least=1.2) for kind in [*MAKERS, *PUBLISHED]}
 TREES = [  # with the number of rows, and of branches where a drafter has some
-    (4, TreeConfig.chain(5), 1), (1, TreeConfig(nodes=20, depth=3), 3), (1, TreeConfig(nodes=4, depth=1), 50),
-    (2, TreeConfig(), 4),
+    (4, TreeConfig.chain(5), 1, "called"), (1, TreeConfig(nodes=20, depth=3), 3, "called"),
+    (1, TreeConfig(nodes=4, depth=1), 50, "called"), (2, TreeConfig(), 4, "called"),
+    (4, TreeConfig.chain(5), 1, "captured"), (2, TreeConfig(), 4, "captured"),
 ]  # fmt: skip
 
 
@@ -69,12 +70,17 @@ def compare_with_stock(family: str, attention: str, kind: str, modes: list[str])
             assert_identical(target, drafter, batch(size, attention), into=TALLIES[kind], **options)
 
 
-@pytest.mark.parametrize(("size", "tree", "beam"), TREES)
-@pytest.mark.parametrize("kind", MAKERS)
-def test_trees(pairs: Any, kind: str, size: int, tree: TreeConfig, beam: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("size", "tree", "beam", "executor"), TREES, indirect=["executor"])
+@pytest.mark.parametrize("kind", [*MAKERS, *PUBLISHED])
+def test_trees(
+    pairs: Any, kind: str, size: int, tree: TreeConfig, beam: int, executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pairs(kind)[1], "beam", beam, raising=False)
+    into = TALLIES[kind] if executor == "called" else None  # either accepts the same drafts
     for mode in (GREEDY, SAMPLED):
-        assert_identical(*pairs(kind), batch(size, "sdpa"), **mode, tree_config=tree, into=TALLIES[kind])
+        assert_identical(*pairs(kind), batch(size, "sdpa"), **mode, tree_config=tree, into=into)
+    if executor == "captured":
+        assert pairs(kind)[1].engine.calls >= 2, "it ran uncompiled"
 
 
 @pytest.mark.parametrize(("family", "cache", "mode"), [("gemma3", "dynamic", "greedy"), ("llama", "static", "eos")])

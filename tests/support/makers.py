@@ -27,18 +27,23 @@ def loaded(make: Callable[[Path, Any], Any]) -> Callable[[Any], Any]:
     return made
 
 
+def published(name: str) -> Callable[[Any], Any]:
+    """The drafter of a relative of DFlash, as a function of its target alone."""
+    return loaded(lambda folder, target: load_drafter(relative(folder, target, name), target=target))
+
+
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "dart": tiny_head,
     "eagle": tiny_eagle_drafter,
     "diffusion": tiny_diffusion_drafter,
     "dflash": loaded(dflash_drafter),
-    "domino": loaded(lambda folder, target: load_drafter(relative(folder, target, "Domino"), target=target)),
+    "domino": published("Domino"),
     "language model": lambda target: LanguageModelDrafter(nearly(target), target),
     "mtp": MtpDrafter.from_target,
     "gemma4": loaded(gemma4_drafter),
 }
-
-
+PUBLISHED = {"dflash2": published("DFlash2"), "dspark": published("DSpark")}
+"""Further files of other projects, whose drafts have tests of their own."""
 SOME = range(3, 48, 2)
 PARTS: dict[str, Callable[[Any], Any]] = {
     "peagle": lambda target: tiny_head(target, mask_mode="peagle", mask_token_id=46),
@@ -59,4 +64,4 @@ def pair(kind: str, family: str = "llama") -> tuple[Any, Any]:
             target = with_module("glm4_moe", Path(folder), torch.float64)[0]
         else:
             target = attach(gemma4_target(vocab_size=48)) if kind == "gemma4" else tiny_target(family)
-        return target, {**MAKERS, **PARTS}[kind](target)
+        return target, {**MAKERS, **PUBLISHED, **PARTS}[kind](target)
