@@ -66,11 +66,13 @@ class SlotStore:
 
     Attributes:
         shown: first position that queries are shown; masks hide more of them.
+        lent: stock's layers that show entries of a buffer, by its index (`lend`).
     """
 
     def __init__(self, storage: Tensor, most: int | None = None, window: int | None = None, first: int = 0) -> None:
         self._most, self.window = most, window
         self.first = self.shown = first
+        self.lent: dict[int, tuple[Any, str, slice]] = {}
         self._keep(storage)
 
     def _keep(self, storage: Tensor, rows: int | None = None) -> None:
@@ -87,17 +89,17 @@ class SlotStore:
         buffers, _, heads, _, head_dim = self.storage.shape
         return buffers, batch_size, heads, capacity, head_dim
 
-    def _grow(self, capacity: int) -> None:
-        self._keep(self.storage.new_zeros(self.shape_for(self.storage.shape[1], capacity)))
-
     def reserve(self, end: int) -> None:
         """Make room for positions up to end - 1, keeping what is there."""
-        capacity, before = end - self.first, self.storage
+        capacity, twice = end - self.first, 2 * self.capacity
         if capacity <= self.capacity:
             return
-        twice = 2 * self.capacity
-        self._grow(max(capacity, twice if self._most is None else min(twice, self._most)))
-        self.storage[..., : before.shape[3], :] = before
+        capacity = max(capacity, twice if self._most is None else min(twice, self._most))
+        grown = self.storage.new_zeros(self.shape_for(self.storage.shape[1], capacity))
+        grown[..., : self.capacity, :] = self.storage
+        self._keep(grown)
+        for index, shown in self.lent.items():
+            self.lend(index, *shown)
 
     def prepare(self, lengths: Tensor, entries: int) -> None:
         """Make room for so many entries after the longest of rows with `lengths` [B]."""
@@ -119,7 +121,8 @@ class SlotStore:
 
     def release(self) -> None:
         """Free the buffers, and what they hold; they grow again when room is asked for."""
-        self._grow(0)
+        self.lent.clear()
+        self._keep(self.storage.new_zeros(self.shape_for(self.storage.shape[1], 0)))
 
     def forget(self, row: int, first: int, gone: int, end: int, turned_back: Callable[[Tensor, int], Tensor]) -> None:
         """Drop `gone` entries of a row from position `first` on; keys, every other buffer, of the rest are turned."""
@@ -128,6 +131,11 @@ class SlotStore:
         self.storage[:, row, :, first : end - gone] = left
 
     # ---- entries ------------------------------------------------------------------------------------
+
+    def lend(self, index: int, layer: Any, name: str, slots: slice) -> None:
+        """Let a layer of stock's show slots of buffer `index` where they lie, as `name`, wherever the buffer moves."""
+        self.lent[index] = layer, name, slots
+        setattr(layer, name, self.buffer(index)[:, :, slots])
 
     def buffer(self, index: int) -> Tensor:
         """Buffer `index`, [B, heads, capacity, head_dim], a view."""

@@ -97,9 +97,12 @@ def held_by(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def undone_on_failure(cache: Cache) -> Iterator[None]:
-    """Put a stock cache back to what it held before, should the block raise: no layer is ahead of another."""
-    undo = [_undo(layer) for layer in cache.layers]
+def undone_on_failure(cache: Cache, slots: int) -> Iterator[None]:
+    """Put a stock cache back to what it held before, should the block raise: no layer is ahead of another.
+
+    The block brings it to so many slots.
+    """
+    undo = [_undo(layer, slots) for layer in cache.layers]
     try:
         yield
     except BaseException:
@@ -109,8 +112,8 @@ def undone_on_failure(cache: Cache) -> Iterator[None]:
         raise
 
 
-def _undo(layer: Any) -> Callable[[], None]:
-    """Return a function that puts one layer back to its present state."""
+def _undo(layer: Any, slots: int) -> Callable[[], None]:
+    """Return a function that puts one layer, which is brought to so many slots, back to its present state."""
     before = dict(vars(layer))
     cut = {}
     states = [(its, dict(its)) for its in before.values() if isinstance(its, dict)]
@@ -123,7 +126,7 @@ def _undo(layer: Any) -> Callable[[], None]:
         ]
     else:
         kept = []
-        if not getattr(layer, "is_sliding", False):
+        if slots < (window_of(layer) or slots + 1):
             # It only grows: cut the old tensors from the new ones, so that both are never alive at once.
             for name in ("keys", "values"):
                 if before.get(name) is not None and before[name].numel():

@@ -6,6 +6,7 @@ A round writes the N nodes of a tree after the committed entries of all rows and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from copy import copy
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotSpec, Zeros, outgrows
+from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotSpec, SlotStore, Zeros, outgrows
 from hf_dart.cache.states import FixedStates, RunningStates, StatefulCache, states_of
 from hf_dart.cache.stock_layers import (
     attention_layers,
@@ -22,6 +23,7 @@ from hf_dart.cache.stock_layers import (
     keeps_entries,
     keeps_states,
     undone_on_failure,
+    window_of,
 )
 
 
@@ -43,8 +45,9 @@ class TargetCache:
         keep: bool,  # the stock cache will be needed again (`write_back`); otherwise its memory is freed
         most: int | None = None,  # positions that will be needed at most, if that is known
         windows: Sequence[int | None] | None = None,  # `layer_windows`; as far as queries need not attend to all
+        lend: bool = False,  # the stock cache shows its entries where they lie in this one; they have no padding
     ) -> None:
-        self.stock, self._keep_stock = prefilled, keep
+        self.stock, self._keep_stock, self._lends = prefilled, keep, lend
         self._whole, self._written_back = True, False
         # Running states alone do not tell how much text they cover: then count tokens from the prompt on.
         attends = any(map(keeps_entries, prefilled.layers))
@@ -59,26 +62,41 @@ class TargetCache:
             self.cache = StatefulCache(layers, prefilled, self.states)
 
     def _take_over(self, pads: list[int], windows: Sequence[int | None] | None) -> list[Any]:
-        """Move the prompt's entries, layer by layer, and return the layers that show them."""
+        """Move the prompt's entries, layer by layer, and return the layers that show them.
+
+        Layers share a store, so that a commit moves the entries of all at once, unless each is to be freed by itself.
+        """
         stock = attention_layers(self.stock)
         kinds = [
-            (SlotSpec.of(states), self._window(layer, window))
-            for layer, window in zip(stock, windows or [None] * len(stock), strict=True)
+            (SlotSpec.of(states), self._window(layer, window), order if self._lends else 0)
+            for order, (layer, window) in enumerate(zip(stock, windows or [None] * len(stock), strict=True))
             for states in held_by(layer)
         ]
-        stores = {
-            kind: self.entries.add(kind[0], kinds.count(kind), kind[1], filled=True) for kind in dict.fromkeys(kinds)
-        }
-        parts = [(stores[kind], kinds[:number].count(kind)) for number, kind in enumerate(kinds)]
+        stores: dict[Any, SlotStore] = {}
         layers = list(self.stock.layers)
         for order, place in enumerate(attention_places(self.stock)):
-            layer, own = stock[order], parts[2 * order : 2 * order + 2]
-            for (store, index), states in zip(own, held_by(layer), strict=True):
-                store.take_over(index, states, pads, self._prompt_slots)
+            layer, own = stock[order], []
+            for number, states in enumerate(held_by(layer), 2 * order):
+                kind = kinds[number]
+                if kind not in stores:
+                    stores[kind] = self.entries.add(kind[0], kinds.count(kind), kind[1], filled=True)
+                own.append((stores[kind], kinds[:number].count(kind)))
+                stores[kind].take_over(own[-1][1], states, pads, self._prompt_slots)
             layers[place] = SlotLayer(self.entries, own)
-            if not self._keep_stock and isinstance(layer, DynamicLayer):  # static ones may be reused by their owner
-                layer.keys = layer.values = layer.keys.new_empty(0)
+            if isinstance(layer, DynamicLayer):  # static ones may be reused by their owner
+                if self._lends and own[0][0].window is None:
+                    self._lend(layer, own, self._prompt_slots)
+                elif not self._keep_stock:
+                    layer.keys = layer.values = layer.keys.new_empty(0)
         return layers
+
+    def _lend(self, layer: Any, own: Sequence[tuple[SlotStore, int]], slots: int) -> None:
+        """Let a layer of the stock cache show what it keeps of the first `slots` where that lies in `own` buffers."""
+        first, window = self._prompt_slots - layer.keys.shape[2], window_of(layer)
+        if window is not None and not layer.record_past:
+            first = max(first, slots - window + 1)
+        for name, (store, index) in zip(("keys", "values"), own, strict=True):
+            store.lend(index, layer, name, slice(first, slots))
 
     def _window(self, layer: Any, window: int | None) -> int | None:
         """Return a layer's `window` if it is worth a store of its own, and what lies before it is never needed."""
@@ -209,16 +227,32 @@ class TargetCache:
         if self.states is None:
             self.truncate(self.prompt_lengths + grown)
         elif bool((self.entries.counted != self.prompt_lengths + grown).any()):
+            self._take_back()
             return
-        with undone_on_failure(self.stock):
+        with undone_on_failure(self.stock, self._prompt_slots + grown):
             for place in attention_places(self.stock) if self.entries.stores and grown else ():
                 self._append(self.stock.layers[place], self.cache.layers[place], grown)
             for slot, state in states_of(self.stock).items():
                 state.copy_(self.states.committed[slot])  # in place: captured graphs may read it there
             self._written_back = True
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Give layers of the stock cache that show our entries memory of their own, and free ours layer by layer."""
+        with suppress(RuntimeError):  # out of memory: they lie where they are
+            for store in self.entries.stores:
+                for layer, name, _ in store.lent.values():
+                    setattr(layer, name, getattr(layer, name).clone())
+                if store.lent:
+                    store.release()
 
     def _append(self, stock: Any, own: SlotLayer, grown: int) -> None:
         """Append the last `grown` entries of every row to one layer of the stock cache."""
+        if own.parts[0][0].lent:
+            self._lend(stock, own.parts, self._prompt_slots + grown)
+            if window_of(stock) is not None:
+                stock.cumulative_length += grown
+            return
         window = own.parts[0][0].window
         count = grown if window is None else min(grown, window)
         starts = self.prompt_lengths + grown - count

@@ -195,7 +195,7 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
     Should it fail, a cache that was passed in is as it was.
     """
     model = request.model
-    with undone_on_failure(request.stock_cache):
+    with undone_on_failure(request.stock_cache, request.total):
         reader = PromptReader(request, drafter_state.state)
         outputs = reader.prefill()
         if reader.shift is not None and bool(reader.shift.any()):
@@ -207,6 +207,8 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
         nodes = request.tree_config.resolve_nodes(len(rows), rows.device.type)
         windows = layer_windows(model, stock) if request.windowed else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
-        cache = TargetCache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
+        lend = request.users_cache and request.windowed and not any(request.pads)
+        keep, most = request.returns_cache, request.most + nodes
+        cache = TargetCache(stock, request.pads, capacity, keep, most, windows, lend)
         refuse_extra_inputs(model, cache, kinds, reader.shift, reader.extra_inputs)
     return Prefilled(outputs, reader, kinds, cache)

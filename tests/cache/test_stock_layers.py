@@ -37,7 +37,7 @@ def test_updates_are_undone(family: str, make: Callable[[Any], Any], held: int) 
         return target(input_ids=tokens[:, start:stop], **{CACHE: cache}, use_cache=True).logits
 
     def break_off() -> None:
-        with undone_on_failure(cache):
+        with undone_on_failure(cache, 64):
             feed(held, held + 5)
             raise Broken
 

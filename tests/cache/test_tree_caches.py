@@ -12,6 +12,7 @@ import torch
 from support.caches import CLOSE, assert_same_cache, prefill
 from support.cases import replay
 from support.compare import assert_identical, run
+from support.memory import TensorPeak
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from support.turns import next_turn_of
 from support.users import Listener, OwnError
@@ -19,10 +20,11 @@ from transformers import DynamicCache
 
 from hf_dart.cache import slot_cache
 from hf_dart.cache.slot_cache import SlotStore
-from hf_dart.cache.stock_layers import attention_layers, window_of
+from hf_dart.cache.stock_layers import attention_layers, held_by, window_of
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import feed, finish
 from hf_dart.decoding.api import attach
+from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.verify import Verifier, mask_kinds
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
@@ -197,6 +199,38 @@ def test_the_prefill_is_freed_layer_by_layer(keep: bool, noted: Any) -> None:
     TargetCache(cache, [0], 20, keep)
     assert left[::2] == [sum(before if keep else before[place:]) for place in range(len(before))]
     assert held() == (before if keep else [0] * len(before))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "headroom", "rows", "fails"),
+    [("llama", 8, 2, False), ("llama", 512, 1, True), ("mistral", 512, 1, False)],
+    ids=["buffers grow", "the call fails", "within a window"],
+)
+def test_a_cache_that_is_passed_in_is_held_once(
+    family: str, headroom: int, rows: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for one layer of twelve, in the call and after it."""
+    monkeypatch.setattr(feed, "_HEADROOM", headroom)
+    window = {"sliding_window": 450} if family == "mistral" else {}
+    target = attach(tiny_target(family, num_hidden_layers=12, max_position_embeddings=1024, **window))
+    options, drafting = {"do_sample": False, "max_new_tokens": 30}, {"assistant": LookupDrafter()}
+    start, inputs = prompts([400] * rows), prompts([410] * rows)
+    inputs["input_ids"][:, :400] = start["input_ids"]
+    stock, ours, other = (prefill(target, start) for _ in range(3))
+    text = run(target, inputs, 0, **{CACHE: stock}, **options).sequences
+    run(target, inputs, 0, **{CACHE: other}, **options, **drafting)  # has the target tried
+    whole = sum(states.nbytes for layer in stock.layers for states in held_by(layer))
+    with TensorPeak([states for layer in ours.layers for states in held_by(layer)], whole // 60) as measured:
+        if fails:
+            with pytest.raises(OwnError):
+                target.generate(**inputs, **options, **drafting, **{CACHE: ours}, streamer=Listener(20))
+        else:
+            assert torch.equal(run(target, inputs, 0, **{CACHE: ours}, **options, **drafting).sequences, text)
+    if not fails:
+        assert_same_cache(ours, stock, [0] * rows, text)
+    assert measured.peak < 1.35 * whole
+    assert sum(states.untyped_storage().nbytes() for layer in ours.layers for states in held_by(layer)) <= whole
 
 
 @pytest.mark.parametrize("lengths", [[7], [9, 3, 60]])
