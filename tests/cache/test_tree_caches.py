@@ -203,18 +203,18 @@ def test_the_prefill_is_freed_layer_by_layer(keep: bool, noted: Any) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    ("family", "headroom", "rows", "fails"),
-    [("llama", 8, 2, False), ("llama", 512, 1, True), ("mistral", 512, 1, False)],
+    ("family", "headroom", "new", "rows", "fails"),
+    [("llama", 8, 120, 2, False), ("llama", 512, 30, 1, True), ("mistral", 512, 30, 1, False)],
     ids=["buffers grow", "the call fails", "within a window"],
 )
 def test_a_cache_that_is_passed_in_is_held_once(
-    family: str, headroom: int, rows: int, fails: bool, monkeypatch: pytest.MonkeyPatch
+    family: str, headroom: int, new: int, rows: int, fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But for one layer of twelve, in the call and after it."""
     monkeypatch.setattr(feed, "_HEADROOM", headroom)
     window = {"sliding_window": 450} if family == "mistral" else {}
     target = attach(tiny_target(family, num_hidden_layers=12, max_position_embeddings=1024, **window))
-    options, drafting = {"do_sample": False, "max_new_tokens": 30}, {"assistant": LookupDrafter()}
+    options, drafting = {"do_sample": False, "max_new_tokens": new}, {"assistant": LookupDrafter()}
     start, inputs = prompts([400] * rows), prompts([410] * rows)
     inputs["input_ids"][:, :400] = start["input_ids"]
     stock, ours, other = (prefill(target, start) for _ in range(3))
