@@ -55,9 +55,9 @@ class DartAttention(nn.Module):
         self,
         x: Tensor,  # [B, Q, input_size]
         rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
-        mask: Tensor,  # [B or 1, 1, Q, S] bool
+        mask: Tensor | None,  # [B or 1, 1, Q, S] bool
         remember: KeyValueWriter | None,
-        wanted: Tensor | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
+        wanted: Tensor | slice | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
     ) -> Tensor:  # [B, Q or W, H]
         query = self._heads(self.q_proj(take(x, wanted)))
         if self.q_norm is not None:
@@ -84,11 +84,11 @@ def attend(
     query: Tensor,  # [B, H, Q, D]
     key: Tensor,  # [B, H / g, S, D]
     value: Tensor,  # [B, H / g, S, D']
-    mask: Tensor,  # [B or 1, 1, Q, S] bool
+    mask: Tensor | None,  # [B or 1, 1, Q, S] bool
 ) -> Tensor:  # [B, H, Q, D']
-    """Attention under a mask, as is best for the device."""
+    """Attention under a mask, if there is one, as is best for the device."""
     # On CUDA, with groups and a mask PyTorch would use a kernel that copies keys and values for every head.
-    if query.is_cuda and not torch.is_grad_enabled():
+    if mask is not None and query.is_cuda and not torch.is_grad_enabled():
         return attend_in_groups(query, key, value, mask)
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
@@ -164,8 +164,10 @@ def fuse(features: Tensor, norm: nn.Module | None, fc: nn.Linear) -> Tensor:
     return fc(features)
 
 
-def take(x: Tensor, wanted: Tensor | None) -> Tensor:
-    """Entries [B, W, H] of x [B, Q, H] by their numbers [B, W]; all of them for None."""
+def take(x: Tensor, wanted: Tensor | slice | None) -> Tensor:
+    """Entries [B, W, H] of x [B, Q, H] by their numbers [B, W], or of a slice; all of them for None."""
+    if isinstance(wanted, slice):
+        return x[:, wanted]
     return x if wanted is None else x.gather(1, wanted[..., None].expand(-1, -1, x.shape[-1]))
 
 

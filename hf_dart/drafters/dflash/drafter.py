@@ -155,7 +155,9 @@ class DFlashDrafter(TrainedDrafter):
         logits = super().logits(hidden)
         if self.lm_head is not None:
             return logits
-        logits, cap = logits * self.shape.logit_scale, self.shape.logit_cap
+        scale, cap = self.shape.logit_scale, self.shape.logit_cap
+        if scale != 1:  # else it would be a copy of all
+            logits = logits * scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # ---- drafting -----------------------------------------------------------------------------------
@@ -164,9 +166,13 @@ class DFlashDrafter(TrainedDrafter):
     def cache_buffers(self) -> int:
         return 2 * len(self.layers)
 
+    def fused(self, features: Tensor) -> Tensor:
+        """Hidden states of the target [..., F] to what layers project keys and values from, [..., H]."""
+        return self.hidden_norm(self.fc(features.to(self.fc.weight)))
+
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts(self.at_once):
-            known = self.hidden_norm(self.fc(part.features.to(self.fc.weight)))
+            known = self.fused(part.features)
             positions, slots, _ = state.following(known.shape[1])
             rotation = self.rotation(positions)
             for index, layer in enumerate(self.layers):
@@ -181,7 +187,12 @@ class DFlashDrafter(TrainedDrafter):
     def propose_ranked(
         self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
     ) -> Proposal:
-        self.extend(state, features, next_tokens, counts)
+        seen = self.read_ahead(state, Verified(features, next_tokens, counts))
+        known = None
+        if state.ragged:
+            self.extend(state, *seen)
+        else:  # a row by itself: one projection for what was verified and the block
+            known = self.fused(seen.features[:, : int(seen.counts)])
         depth = depth or self.draft_length
         # If no entry attends to later ones, a shorter draft is the beginning of the longer one.
         first = int(not self.shape.anchor_predicts)
@@ -190,11 +201,15 @@ class DFlashDrafter(TrainedDrafter):
         masked = next_tokens.new_full((len(next_tokens), entries - 1), self.shape.mask_token_id)
         roots = next_tokens.gather(1, last)
         x = self.embed(torch.cat([roots, masked], dim=1))
-        positions, slots, end = state.following(entries)
+        positions, slots, end = state.following(entries + (0 if known is None else known.shape[1]))
         rotation, slots_at = self.rotation(positions), torch.arange(end, device=positions.device)
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(end))
-            x = layer(x, rotation, layer.sees(positions, slots_at), remember)
+            sees_all = known is not None and not layer.causal and layer.reach is None
+            mask = None if sees_all else layer.sees(positions[:, -entries:], slots_at)
+            x = layer(x, rotation, mask, remember, known)
+        if known is not None:
+            state.advance(seen.counts)
         hidden = self.norm(x)[:, first : depth + first]
         block = Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
         selector = self.selector

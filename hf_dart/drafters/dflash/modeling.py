@@ -48,11 +48,15 @@ class DFlashLayer(nn.Module):
         self,
         x: Tensor,  # [B, Q, H]
         rotation: tuple[Tensor, Tensor],
-        mask: Tensor,  # [B, 1, Q, S] bool
+        mask: Tensor | None,  # [B, 1, Q, S] bool; None: every key is seen
         remember: KeyValueWriter,
+        known: Tensor | None = None,  # [B, A, H] features in front of the block, which have no keys and values yet
     ) -> Tensor:  # [B, Q, H]
         def attention(normed: Tensor) -> Tensor:
-            return self.self_attn(normed, rotation, mask, remember)
+            if known is None:
+                return self.self_attn(normed, rotation, mask, remember)
+            both = torch.cat([known, normed], dim=1)
+            return self.self_attn(both, rotation, mask, remember, slice(known.shape[1], None))
 
         x = x + _convolved(self.attention_conv, attention, self.input_layernorm(x))
         return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
