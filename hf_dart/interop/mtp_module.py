@@ -81,6 +81,7 @@ class _WithModules:
         self.config = copy.deepcopy(target.config)
         self.config.name_or_path = folder
         text = self.config.get_text_config(decoder=True)
+        self.config.dtype = text.dtype = target.dtype  # save_pretrained leaves its name there
         count = module_count({name: getattr(text, name, None) for name in FIELDS})
         first, second = any(_MIMO.search(name) for name in names), has_unnamed_modules(names)
         if not (count or first or second):

@@ -164,6 +164,14 @@ def test_the_text_of_stocks_own_use(folders: Any) -> None:
     assert module_count({"num_nextn_predict_layers": None}) == 0
 
 
+def test_of_a_target_that_was_saved(tmp_path: Path) -> None:
+    """Saving leaves the name of the dtype in its config, where there was the dtype."""
+    target, _ = with_module("glm4_moe", tmp_path / "loaded", torch.float64)
+    target.save_pretrained(tmp_path / "saved")
+    drafter = MtpDrafter.from_target(target, beam=2, draft_length=4)
+    assert_identical(target, drafter, batch(1, "eager"), **GREEDY, into=EXACT)
+
+
 def test_what_is_refused(folders: Any, tmp_path: Path) -> None:
     target, folder, _ = folders("glm4_moe")
     drafter = MtpDrafter.from_target(target)
