@@ -71,7 +71,9 @@ def _tokens(mask: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.flatnonzero(np.unpackbits(mask, bitorder="little"))
 
 
-class _XGrammar(_Matcher):
+class XGrammar(_Matcher):
+    """Grammar of one text by xgrammar, from a compiled one."""
+
     def __init__(self, compiled: Any) -> None:
         import xgrammar
 
@@ -171,9 +173,9 @@ def _grammar(processor: Any, row: int) -> Grammar | None:
         return processor.grammar(row)
     kind = kind_of(processor)
     if kind == XGRAMMAR:
-        return _XGrammar(compiled_of(processor, row))
+        return XGrammar(compiled_of(processor, row))
     if kind == "outlines.backends.xgrammar.XGrammarLogitsProcessor":
-        return _XGrammar(processor.compiled_grammar)
+        return XGrammar(processor.compiled_grammar)
     if kind == "outlines.backends.llguidance.LLGuidanceLogitsProcessor":
         from llguidance import LLMatcher
 
