@@ -5,8 +5,8 @@
     python examples/experiments/grammars.py --target google/gemma-3-270m --schemas readings --json grammars.json
 
 Schemas are compiled by xgrammar with and without free whitespace; `forced` is the share of the text's tokens at which
-one string is all that may follow: about a half for `readings`. Ratios are of processor time, of one thread; `without
-grammar` hides the grammar from the drafter, so that copies of earlier text are all that is drafted.
+one string is all that may follow. Ratios are of processor time, of one thread; `without grammar` hides the grammar from
+the drafter, so that copies of earlier text are all that is drafted.
 """
 
 from __future__ import annotations
