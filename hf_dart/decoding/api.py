@@ -24,7 +24,7 @@ from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.devices import host_by_default, users_default
-from hf_dart.models.packed_weights import release
+from hf_dart.models.packed_weights import release, release_changed
 from hf_dart.models.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
 
@@ -86,6 +86,7 @@ def attach(
 def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None, memory: Namespace | None = None) -> Any:
     """`model`, attached; what its target has passed before is not tried again."""
     target = unwrapped(model)
+    release_changed(target)  # trials read them
     if not target.training:
         check_verification(target)
     own = vars(target).get("generate")

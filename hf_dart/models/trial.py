@@ -28,7 +28,7 @@ from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of, generator_state, host_by_default, matmul_precision, set_generator_state
 from hf_dart.models.identity import as_before, identity
-from hf_dart.models.packed_weights import packed_weights, release_changed
+from hf_dart.models.packed_weights import packed_weights
 from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
@@ -132,8 +132,7 @@ def check_verification(
     new, further = highest(model, (case, weights) not in passed, slots > passed.get(case, 0))
     if not (new or further):
         return
-    release_changed(model)  # a target that is attached once more after a fine-tuning
-    weights, started = type(packed_weights(model)), perf_counter()
+    started = perf_counter()
     with as_before(model):  # by itself: the first forward of all may unpack weights
         trial = _Trial(model, pads)
     with as_before(model):
