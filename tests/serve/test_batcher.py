@@ -217,11 +217,12 @@ def test_each_writes_what_it_writes_alone(
         check(target, request, handle)
     assert batcher.most_held <= batcher.max_tokens
     assert (batcher.running, batcher.waiting) == (0, 0)
-    assert store.tokens > 0
     if seed == 0:
+        assert store.tokens > 0
         assert batcher.most_at_once > 1
     if learner is not None:
-        assert (learner.failure, learner.stats.steps > 0) == (None, learner.stats.tokens > 64)
+        assert learner.failure is None
+        assert learner.stats.steps > 0 or learner.stats.tokens <= 64
     if (drafter, seed) == ("dart", 0):
         done = [handle.stats for handle in handles if handle.stats is not None]
         assert sum(stats.tokens for stats in done) > 1.3 * sum(stats.row_rounds for stats in done)
