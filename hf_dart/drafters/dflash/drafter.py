@@ -191,8 +191,8 @@ class DFlashDrafter(TrainedDrafter):
         known = None
         if state.ragged:
             self.extend(state, *seen)
-        else:  # a row by itself: one projection for what was verified and the block
-            known = self.fused(seen.features[:, : int(seen.counts)])
+        else:  # a row by itself, which has no padding: one projection for what was verified and the block
+            known = self.fused(seen.features)
         depth = depth or self.draft_length
         # If no entry attends to later ones, a shorter draft is the beginning of the longer one.
         first = int(not self.shape.anchor_predicts)
