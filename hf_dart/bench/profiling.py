@@ -25,9 +25,8 @@ _CHAIN, _BUSHY = "chain", "bushy"  # names of the ways that are no tree size
 class Profile(NamedTuple):
     """Costs at batch 1: those of a `TreeConfig` are relative to a round without a draft."""
 
-    tree: dict[
-        str, Any
-    ]  # `verify_costs`, `draft_cost` and, where levels of nodes are computed one by one, `level_cost`
+    # `verify_costs`, `draft_cost` and, where levels of nodes are computed one by one, `level_cost`.
+    tree: dict[str, Any]
     token_ms: float  # stock's time per token
     plain_ms: float  # that of a round without a draft
 
