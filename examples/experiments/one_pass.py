@@ -1,7 +1,7 @@
 """A DFlash drafter's one pass here and in the original code, on the same weights.
 
-    pip install --no-deps --target /tmp/original dflash==0.1.0
-    python examples/experiments/one_pass.py /tmp/original --shape qwen3-0.6b
+    pip install --no-deps --target original dflash==0.1.0
+    python examples/experiments/one_pass.py original --shape qwen3-0.6b
 
 Each round hands both what was verified and takes logits of a block, the target's embeddings and LM head included, as
 `dflash_generate` and `Drafter.propose` do. They take turns over the same text; times are those of the processor, so
