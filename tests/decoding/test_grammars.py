@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,13 +116,31 @@ NAMED = {"name": {"type": "string", "maxLength": 6}, "rows": ROWS}
 SCHEMA = {"type": "object", "properties": NAMED, "required": ["name", "rows"], "additionalProperties": False}
 
 
-def xgrammar_processor(tokenizer: Any, size: int) -> Any:
+def compiled(tokenizer: Any, size: int, schema: Any = SCHEMA) -> Any:
+    """The grammar of a schema by xgrammar."""
     import xgrammar
-    from xgrammar.contrib.hf import LogitsProcessor
 
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
-    compiled = xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA), any_whitespace=False)
-    return lambda: {"logits_processor": [LogitsProcessor(compiled)]}
+    return xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(schema), any_whitespace=False)
+
+
+def reset(processor: Any) -> dict[str, Any]:
+    """A processor of outlines goes on with another text when it is told to."""
+    processor.reset()
+    return {"logits_processor": [processor]}
+
+
+def xgrammar_processor(tokenizer: Any, size: int) -> Any:
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    grammar = compiled(tokenizer, size)
+    return lambda: {"logits_processor": [LogitsProcessor(grammar)]}
+
+
+def outlines_xgrammar_processor(tokenizer: Any, size: int) -> Any:
+    from outlines.backends.xgrammar import XGrammarLogitsProcessor
+
+    return partial(reset, XGrammarLogitsProcessor(compiled(tokenizer, size), "torch"))
 
 
 def llguidance_processor(tokenizer: Any, size: int) -> Any:
@@ -130,8 +149,7 @@ def llguidance_processor(tokenizer: Any, size: int) -> Any:
     from outlines.backends.llguidance import LLGuidanceLogitsProcessor
 
     grammar = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA), defaults={"whitespace_flexible": False})
-    known = from_tokenizer(tokenizer, n_vocab=size)
-    return lambda: {"logits_processor": [LLGuidanceLogitsProcessor(grammar, known, "torch")]}
+    return partial(reset, LLGuidanceLogitsProcessor(grammar, from_tokenizer(tokenizer, n_vocab=size), "torch"))
 
 
 def outlines_processor(tokenizer: Any, size: int) -> Any:
@@ -140,7 +158,17 @@ def outlines_processor(tokenizer: Any, size: int) -> Any:
 
     form = r'\{"name": "[a-z]{1,4}", "rows": \[(true|false), (true|false)\]\}'
     index = OutlinesCoreBackend(Transformers(SimpleNamespace(), tokenizer)).get_regex_logits_processor(form).index
-    return lambda: {"logits_processor": [OutlinesCoreLogitsProcessor(index, "torch")]}
+    return partial(reset, OutlinesCoreLogitsProcessor(index, "torch"))
+
+
+def enforcer(tokenizer: Any, size: int) -> Any:
+    """By lm-format-enforcer itself: what it has for transformers does not import with transformers 5."""
+    from lmformatenforcer import JsonSchemaParser, TokenEnforcer, TokenEnforcerTokenizerData
+
+    words = [(token, tokenizer.decode([token]), False) for token in range(size) if token != tokenizer.eos_token_id]
+    data = TokenEnforcerTokenizerData(words, tokenizer.decode, tokenizer.eos_token_id, False, size)
+    held = TokenEnforcer(data, JsonSchemaParser(SCHEMA))
+    return lambda: {"prefix_allowed_tokens_fn": lambda _, text: held.get_allowed_tokens(text.tolist()).allowed_tokens}
 
 
 @pytest.fixture(scope="module")
@@ -157,8 +185,10 @@ def packaged() -> tuple[Any, Any]:
     ("packages", "make", "least"),
     [
         (["xgrammar"], xgrammar_processor, 1.5),
+        (["xgrammar", "outlines"], outlines_xgrammar_processor, 1.5),
         (["llguidance", "outlines"], llguidance_processor, 1.5),
         (["outlines_core", "outlines"], outlines_processor, 1.2),
+        (["lmformatenforcer"], enforcer, 1.0),
     ],
 )
 def test_processors_of_other_packages(
@@ -189,16 +219,15 @@ def test_a_grammar_of_another_tokenizer(packaged: Any) -> None:
         run(model, tokenizer("row = ", return_tensors="pt"), 1, assistant=LookupDrafter(), logits_processor=[given])
 
 
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("sample", [False, True])
 def test_rows_of_other_grammars_go_on_apart(packaged: Any, sample: bool) -> None:
     """A processor of xgrammar does for each row what one for that row alone does."""
-    xgrammar = pytest.importorskip("xgrammar")
+    pytest.importorskip("xgrammar")
     from xgrammar.contrib.hf import LogitsProcessor
 
     model, tokenizer = packaged
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=model.config.vocab_size)
-    schemas = (json.dumps(schema) for schema in (SCHEMA, SORTED, ROWS))
-    forms = [xgrammar.GrammarCompiler(info).compile_json_schema(schema, any_whitespace=False) for schema in schemas]
+    forms = [compiled(tokenizer, model.config.vocab_size, schema) for schema in (SCHEMA, SORTED, ROWS)]
     inputs = tokenizer(["row = ", "x = ", "data = "], return_tensors="pt", padding=True, padding_side="left")
     options = {**inputs, "do_sample": sample, "max_new_tokens": 60}
     copies = LookupDrafter()
