@@ -17,7 +17,7 @@ import torch
 from numpy.typing import ArrayLike
 from transformers import LogitsProcessorList
 
-from hf_dart.decoding.processors import XGRAMMAR, compiled_of, kind_of
+from hf_dart.decoding.processors import OUTLINES_LLGUIDANCE, OUTLINES_XGRAMMAR, XGRAMMAR, compiled_of, kind_of
 from hf_dart.drafters.base import Proposal
 from hf_dart.trees.copies import Copies
 from hf_dart.trees.tree import STEP
@@ -174,9 +174,9 @@ def _grammar(processor: Any, row: int) -> Grammar | None:
     kind = kind_of(processor)
     if kind == XGRAMMAR:
         return XGrammar(compiled_of(processor, row))
-    if kind == "outlines.backends.xgrammar.XGrammarLogitsProcessor":
+    if kind == OUTLINES_XGRAMMAR:
         return XGrammar(processor.compiled_grammar)
-    if kind == "outlines.backends.llguidance.LLGuidanceLogitsProcessor":
+    if kind == OUTLINES_LLGUIDANCE:
         from llguidance import LLMatcher
 
         return _LLGuidance(LLMatcher(processor.llg_tokenizer, processor.grammar))

@@ -63,6 +63,8 @@ _ROW_BOUND = (
 )
 _CRITERIA = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria, transformers.StopStringCriteria)
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
+OUTLINES_XGRAMMAR = "outlines.backends.xgrammar.XGrammarLogitsProcessor"
+OUTLINES_LLGUIDANCE = "outlines.backends.llguidance.LLGuidanceLogitsProcessor"
 
 
 def kind_of(processor: Any) -> str:
@@ -76,14 +78,24 @@ def compiled_of(processor: Any, row: int) -> Any:
     return grammars[row if len(grammars) > 1 else 0]
 
 
+def _sizes(processor: Any) -> list[int]:
+    """Return how many tokens a processor's grammars were compiled for, where it tells."""
+    kind = kind_of(processor)
+    if kind == XGRAMMAR:
+        return [one.tokenizer_info.vocab_size for one in processor.compiled_grammars]
+    if kind == OUTLINES_XGRAMMAR:
+        return [processor.compiled_grammar.tokenizer_info.vocab_size]
+    return [processor.llg_tokenizer.vocab_size] if kind == OUTLINES_LLGUIDANCE else []
+
+
 def refuse_grammars(processors: LogitsProcessorList, target: Any) -> None:
     """Raise for a grammar of more tokens than the target has, which would mask others than it means."""
-    for size in (one.full_vocab_size for one in processors if kind_of(one) == XGRAMMAR):
+    for size in (size for processor in processors for size in _sizes(processor)):
         known = target.get_input_embeddings().num_embeddings
         if size > known:
             raise ValueError(
                 f"The grammar was compiled for a tokenizer of {size} tokens, and the target has {known}; compile it "
-                f"with TokenizerInfo.from_huggingface(tokenizer, vocab_size={known})."
+                f"for the target's own (with xgrammar, TokenizerInfo.from_huggingface(tokenizer, vocab_size={known}))."
             )
 
 

@@ -207,16 +207,22 @@ def test_processors_of_other_packages(
         assert copies.last_stats.tau > least, copies.last_stats.tau
 
 
-def test_a_grammar_of_another_tokenizer(packaged: Any) -> None:
-    xgrammar = pytest.importorskip("xgrammar")
-    from xgrammar.contrib.hf import LogitsProcessor
-
+@pytest.mark.parametrize(
+    ("packages", "make"),
+    [
+        (["xgrammar"], xgrammar_processor),
+        (["xgrammar", "outlines"], outlines_xgrammar_processor),
+        (["llguidance", "outlines"], llguidance_processor),
+    ],
+)
+def test_a_grammar_of_another_tokenizer(packaged: Any, packages: list[str], make: Any) -> None:
+    for package in packages:
+        pytest.importorskip(package)
     model, tokenizer = packaged
-    more = model.config.vocab_size + 900
-    info = xgrammar.TokenizerInfo([chr(33 + i % 90) * (1 + i // 90) for i in range(more)], stop_token_ids=[0])
-    given = LogitsProcessor(xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(SCHEMA)))
-    with pytest.raises(ValueError, match=f"tokenizer of {more} tokens, and the target has {more - 900}; compile"):
-        run(model, tokenizer("row = ", return_tensors="pt"), 1, assistant=LookupDrafter(), logits_processor=[given])
+    size = model.config.vocab_size
+    options = make(tokenizer, size + 900)()
+    with pytest.raises(ValueError, match=f"tokenizer of {size + 900} tokens, and the target has {size}; compile"):
+        run(model, tokenizer("row = ", return_tensors="pt"), 1, assistant=LookupDrafter(), **options)
 
 
 @pytest.mark.usefixtures("executor")
