@@ -25,7 +25,7 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies, best_size
 from hf_dart.trees.costs import Array, RoundCost
 
-_PRIOR = 0.75  # a draft is assumed to be accepted up to depth k with probability _PRIOR**k
+_PRIOR = 0.75  # chance that a draft is assumed to be right at a depth, if it was right above
 _TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay
 # Rounds of a pause; each one is longer by a factor. A trial in 320 rounds costs less than a hundredth of their tokens.
 _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 320, 4
@@ -67,7 +67,7 @@ class PaceRecord:
     A new kind begins with what the latest one whose rounds cost the same has measured.
     """
 
-    chances: Array  # [d] estimated chance that a drafted tree is right up to each depth, where copies alone are not
+    chances: Array  # [d] of a draft to be right at each depth, if the tree was right above and copies alone are not
     counts: Array  # [d] drafts that each of them was computed from, those that the prior counts for included
     correction: Array  # [N] measured cost of verifying 1 to N nodes per row, divided by its estimate
     timed: Array  # [N] rounds that were measured, fewer the longer ago they are
@@ -78,6 +78,7 @@ class PaceRecord:
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
     draft_costs: tuple[float, ...] = ()  # of the last drafts, where they are timed
+    looked: tuple[float, ...] = ()  # shares of the last rounds without a draft that looked for copies
     gains: tuple[float, float] = (1.0, 1.0)  # running means of tokens brought: weighted by rows, and to the slowest
     copy_counts: CopyCounts = field(default_factory=CopyCounts)  # how often copies were right
 
@@ -110,7 +111,7 @@ class Pace:
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copies] = ()
         self._alone = 0  # copied nodes that a round without a draft would verify
-        self._prior = _PRIOR ** np.arange(1, depth + 1)
+        self._prior = np.full(depth, _PRIOR)
         kinds: dict[Any, PaceRecord] = records or {}
         self._records, self._kind = records, ((*kind[:1], depth, len(self._filled)), kind[1:])
         own, latest = kinds.get(self._kind), reversed([*kinds.items()])  # at once: calls of other threads add theirs
@@ -120,7 +121,8 @@ class Pace:
         self._record = copy.deepcopy(own or next(alike, new))
         if own is None:
             like = self._record
-            self._record = PaceRecord(none, none, like.correction, like.timed, draft_costs=like.draft_costs)
+            measured: dict[str, Any] = {"draft_costs": like.draft_costs, "looked": like.looked}
+            self._record = PaceRecord(none, none, like.correction, like.timed, **measured)
             self._try(like.chances)
         self._read_corrections()
 
@@ -189,7 +191,7 @@ class Pace:
         unknown &= len(costs) < _TIMED_DRAFTS // 3 or added >= min(1.0, *costs)
         trial = (unknown or not record.rounds) and not likely
         drafted = trial or added >= cost * tokens / self._copies_cost
-        if not (drafted or likely) and sum(weights) * record.chances.sum() < cost:  # drafts pay in no other rounds
+        if not (drafted or likely) and sum(weights) * self._drafts_bring() < cost:  # drafts pay in no other rounds
             record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
             record.pauses += 1
         return drafted, copies
@@ -235,7 +237,7 @@ class Pace:
         added = self.cost(drafted=False).of(nodes, levels) - self._copies_cost
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
         record.drafted = (record.drafted[0] + len(running), record.drafted[1] + sum(emitted))
-        if record.rounds >= _SETTLED and record.chances.sum() > self._cost_of_drafting():
+        if record.rounds >= _SETTLED and self._drafts_bring() > self._cost_of_drafting():
             record.pauses, record.wait = 0, _FIRST_WAIT
 
     def finish(self, drafter: Drafter[Any], copied: Sequence[RowCopies] = ()) -> None:
@@ -268,15 +270,22 @@ class Pace:
     def _expected(self, copies: Copies, deepest: int) -> float:
         """Tokens that a draft is expected to add to one row, whose tree is at most `deepest` deep."""
         depth = min(max(deepest, 0), self._depth)
-        missed = 1 - copies.right(depth, self._alone)
-        return float((missed * self._record.chances[:depth]).sum())
+        tokens, on_draft, on_copies = 0.0, 0.0, 1.0
+        for chance, right in zip(self._record.chances[:depth], copies.right(depth, self._alone), strict=True):
+            on_draft = (on_draft + on_copies - right) * chance  # of what was right above
+            tokens, on_copies = tokens + on_draft, right
+        return float(tokens)
+
+    def _drafts_bring(self) -> float:
+        """Tokens that a draft is expected to add where there are no copies."""
+        return self._expected(NOTHING, self._depth)
 
     def _learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:
         """Learn what was `accepted` of a row's tree, which could have been `deepest` deep; `weight` is in drafts.
 
-        Of the depths that were `right` by copies a draft shows nothing.
+        Of the depths that were `right` by copies a draft shows nothing, nor below its first wrong one.
         """
-        here = slice(right, max(deepest, right))
+        here = slice(right, max(min(accepted + 1, deepest), right))
         depths = np.arange(1, self._depth + 1)[here]
         record = self._record
         record.counts[here] = np.minimum(record.counts[here] + weight, _MEMORY)
@@ -288,7 +297,7 @@ class Pace:
         record = self._record
         record.rounds, record.added, record.chances = 0, 0.0, chances.copy()
         # After n rejected drafts, n * cost tokens are lost, and the estimate is down to prior * count / (count + n).
-        prior, cost = float(record.chances.sum()), self._cost_of_drafting()
+        prior, cost = self._drafts_bring(), self._cost_of_drafting()
         record.counts = np.full(self._depth, min(_TRIAL / max(prior - cost, prior / 4, 1e-9), _MEMORY))
 
     def fill_up(self, size_of: Callable[[int], int] | None) -> None:
@@ -304,20 +313,24 @@ class Pace:
     def _time(self, drafted: bool, nodes: int, levels: int, seconds: Mapping[str, float]) -> None:
         """Measure a round: its draft relative to the rest of it, and that rest relative to those of other sizes.
 
-        A busy machine slows a round as a whole, and rounds in a row alike.
+        A busy machine slows a round as a whole, and rounds in a row alike. Of a draft's time, what looking for copies
+        takes in rounds without one is no cost of the draft.
         """
         spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify", "walk", "commit")}
         draft, grow, *rest = (spent[name] - self._spent.get(name, 0.0) for name in spent)
-        # Walk and commit, which every round has, and the growth of copies, where there is no draft.
-        verify = sum(rest) + (0.0 if drafted and self._depth else grow)
         self._spent, record = spent, self._record
         left_out, self._left_out = self._left_out, False
-        if verify <= 0 or left_out:
+        if sum(rest) <= 0 or left_out:
             return
+        is_draft = drafted and self._depth > 0
+        if not is_draft:
+            record.looked = (*record.looked[1 - _TIMED_DRAFTS :], (draft + grow) / (draft + grow + sum(rest)))
+        share = median(record.looked) if len(record.looked) >= _TIMED_DRAFTS // 3 else 0.0
+        verify = sum(rest) / (1 - share)  # and walk, commit, and what a round without a draft spends on copies
         size = int(self._filled[nodes - 1])
         expected = self.cost(drafted=False).of(nodes, levels)
-        if drafted and "draft_cost" in self._timed:
-            cost = (draft + grow) / verify * expected / (1 + self._config.refine)
+        if is_draft and "draft_cost" in self._timed:
+            cost = max(draft + grow - share * verify, 0.0) / verify * expected / (1 + self._config.refine)
             record.draft_costs = (*record.draft_costs[1 - _TIMED_DRAFTS :], cost)
         if "node_cost" in self._timed:
             self._seconds = self._seconds or verify / expected

@@ -17,7 +17,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 from support.trees import chain_of
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.pace import Pace, PaceRecord, row_weights
+from hf_dart.decoding.pace import _PRIOR, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies
@@ -102,7 +102,10 @@ def test_a_batch_is_drafted_for_the_rows_that_need_it() -> None:
 
 
 def test_drafts_are_judged_by_what_copies_alone_would_not_verify() -> None:
-    """Copies that are right, though too unlikely to be verified without a draft, count as a draft's."""
+    """Copies that are right, though too unlikely to be verified without a draft, count as a draft's.
+
+    Nothing is known of depths below the first wrong one.
+    """
     counted = []
     for chance in (0.9, 0.1):
         pace = pace_of(TreeConfig(draft_cost=0.1, node_cost=0.3))
@@ -110,7 +113,31 @@ def test_drafts_are_judged_by_what_copies_alone_would_not_verify() -> None:
         before = pace._record.chances.copy()
         pace.count(True, [[7, 7, 5]], [9], 4, DEPTH, {})
         counted.append((pace._record.chances != before).tolist())
-    assert counted == [[False, False, True, True], [True] * 4]
+    assert counted == [[False, False, True, False], [True, True, True, False]]
+
+
+def test_a_draft_goes_on_where_copies_end() -> None:
+    """Below what copies have right it has as good a chance as below what it has right itself."""
+    pace = pace_of(TreeConfig(draft_cost=0.1, node_cost=0.0))
+    alone = pace._expected(NOTHING, DEPTH)
+    assert alone == pytest.approx(sum(_PRIOR**depth for depth in range(1, DEPTH + 1)))
+    pace._alone = 2
+    right = chain_of([7] * 2, log(1 - 1e-9))  # both of them
+    assert pace._expected(right, DEPTH) == pytest.approx(sum(_PRIOR**depth for depth in range(1, DEPTH - 1)))
+    assert 0 < pace._expected(chain_of([7] * 2, log(0.5)), DEPTH) < alone
+    assert pace._expected(right, 2) == pytest.approx(0, abs=1e-6)
+
+
+def test_looking_for_copies_is_no_cost_of_drafts() -> None:
+    """Rounds without a draft take that time too."""
+    pace, spent = pace_of(TreeConfig(), timed=("draft_cost", "node_cost")), dict.fromkeys(("draft", "verify"), 0.0)
+    for number in range(20):
+        drafted = number >= 6
+        pace.choose([NOTHING], [1.0], [DEPTH])
+        spent["verify"] += 1.0
+        spent["draft"] += 0.25 + drafted
+        pace.count(drafted, [[7]], [9], 1, 0, spent)
+    assert pace._cost_of_looks() == pytest.approx(1 / 1.25)
 
 
 def test_costs_of_drafts_are_known_before_a_trial_ends() -> None:
