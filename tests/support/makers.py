@@ -12,7 +12,7 @@ import torch
 from hf_dart import LanguageModelDrafter, MtpDrafter, attach, load_drafter
 from support.assistants import gemma4_drafter, gemma4_target
 from support.guests import dflash_drafter
-from support.modules import with_module
+from support.modules import speculators_module, with_module
 from support.relatives import relative
 from support.tiny import nearly, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
@@ -42,7 +42,11 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "mtp": MtpDrafter.from_target,
     "gemma4": loaded(gemma4_drafter),
 }
-PUBLISHED = {"dflash2": published("DFlash2"), "dspark": published("DSpark")}
+PUBLISHED = {
+    "dflash2": published("DFlash2"),
+    "dspark": published("DSpark"),
+    "speculators' mtp": loaded(lambda folder, target: load_drafter(speculators_module(folder, target), target=target)),
+}
 """Further files of other projects, whose drafts have tests of their own."""
 SOME = range(3, 48, 2)
 PARTS: dict[str, Callable[[Any], Any]] = {

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
 from hf_dart.interop.mtp_module import _WithModules
+from support.checkpoints import layer_shapes, random_weights, save, speculators_fields
 from support.families import EXPERTS_IN_A_LOOP
 from support.tiny import tiny_target
 
@@ -71,6 +72,18 @@ def with_module(
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     options = {"experts_implementation": "eager"} if family in EXPERTS_IN_A_LOOP else {}
     return type(target).from_pretrained(folder, dtype=dtype, **options).eval(), own
+
+
+def speculators_module(folder: Path, target: Any, weights: dict[str, Tensor] | None = None) -> str:
+    """The files of a head of speculators for a tiny target; random weights, unless some are given."""
+    config = target.config.to_dict()
+    if weights is None:
+        hidden, first = config["hidden_size"], "mtp_layers.0"
+        norms = {f"{first}.{part}_layernorm.weight": (hidden,) for part in ("token", "hidden", "final")}
+        shapes = {f"{first}.input_proj.weight": (hidden, 2 * hidden), **norms, **layer_shapes(config, first, hidden)}
+        weights = random_weights(shapes, torch.Generator().manual_seed(0))
+    fields = {"architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1, "transformer_layer_config": config}
+    return save(folder, {**fields, **speculators_fields(target, "mtp", 1)}, weights)
 
 
 def _publish(weights: dict[str, Tensor], name: str, weight: Tensor) -> None:
