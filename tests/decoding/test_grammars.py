@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.compare import assert_identical, run, same, tally
@@ -16,6 +17,7 @@ from support.users import FORM, Form, FormProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import LookupDrafter, attach
+from hf_dart.decoding import grammars
 from hf_dart.decoding.grammars import RowGrammar
 from hf_dart.drafters.base import Proposal
 from hf_dart.hub.loading import PACKAGED_TARGET
@@ -171,6 +173,15 @@ def enforcer(tokenizer: Any, size: int) -> Any:
     return lambda: {"prefix_allowed_tokens_fn": lambda _, text: held.get_allowed_tokens(text.tolist()).allowed_tokens}
 
 
+ASKED: list[tuple[list[str], Any]] = [
+    (["xgrammar"], xgrammar_processor),
+    (["xgrammar", "outlines"], outlines_xgrammar_processor),
+    (["llguidance", "outlines"], llguidance_processor),
+    (["outlines_core", "outlines"], outlines_processor),
+]
+"""Processors whose grammars are asked ahead; the last one does not say for how many tokens it is."""
+
+
 @pytest.fixture(scope="module")
 def packaged() -> tuple[Any, Any]:
     """The packaged target, and its tokenizer."""
@@ -184,10 +195,7 @@ def packaged() -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("packages", "make", "least"),
     [
-        (["xgrammar"], xgrammar_processor, 1.5),
-        (["xgrammar", "outlines"], outlines_xgrammar_processor, 1.5),
-        (["llguidance", "outlines"], llguidance_processor, 1.5),
-        (["outlines_core", "outlines"], outlines_processor, 1.2),
+        *((*kind, least) for kind, least in zip(ASKED, (1.5, 1.5, 1.5, 1.2), strict=True)),
         (["lmformatenforcer"], enforcer, 1.0),
     ],
 )
@@ -207,14 +215,27 @@ def test_processors_of_other_packages(
         assert copies.last_stats.tau > least, copies.last_stats.tau
 
 
-@pytest.mark.parametrize(
-    ("packages", "make"),
-    [
-        (["xgrammar"], xgrammar_processor),
-        (["xgrammar", "outlines"], outlines_xgrammar_processor),
-        (["llguidance", "outlines"], llguidance_processor),
-    ],
-)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize(("packages", "make"), ASKED)
+def test_texts_that_part_from_one_another(packaged: Any, packages: list[str], make: Any) -> None:
+    """Asked about them in turn, a grammar says what one says that has never been asked."""
+    for package in packages:
+        pytest.importorskip(package)
+    model, tokenizer = packaged
+    (processor,) = make(tokenizer, model.config.vocab_size)()["logits_processor"]
+    asked, texts = grammars._grammar(processor, 0), [[], []]
+    for place, text in zip((0, -1), texts, strict=True):
+        for _ in range(12):
+            text.append(int(np.asarray(asked.allowed(text))[place]))
+    one, other = texts
+    assert one != other
+    for text in (one, other, one[:5], [*other[:9], 0, 0], other, [], one):
+        new = grammars._grammar(processor, 0)
+        assert [*asked.allowed(text)] == [*new.allowed(text)]
+        assert [*asked.forced(text)] == [*grammars._grammar(processor, 0).forced(text)]
+
+
+@pytest.mark.parametrize(("packages", "make"), ASKED[:3])
 def test_a_grammar_of_another_tokenizer(packaged: Any, packages: list[str], make: Any) -> None:
     for package in packages:
         pytest.importorskip(package)
