@@ -149,8 +149,9 @@ class Batcher:
             TypeError, ValueError: the request was refused: for what `generate` refuses with a drafter; for several
                 rows, or collected hidden states; or because it may hold more than `max_tokens`.
         """
-        ids = torch.as_tensor(input_ids, device=None if isinstance(input_ids, Tensor) else self.device)
-        ids = ids[None] if ids.ndim == 1 else ids
+        ids = self._row(input_ids)
+        if options.get("attention_mask") is not None:
+            options["attention_mask"] = self._row(options["attention_mask"])
         # Nothing of ours changes weights of the target while requests run: the first of them looks at their contents.
         overlaps = not all(call.handle.done() for call in self._calls())
         if not overlaps:
@@ -173,6 +174,11 @@ class Batcher:
                 self._thread = Thread(target=self._work, name="hf_dart.Batcher")
                 self._thread.start()
         return handle
+
+    def _row(self, values: Tensor | Sequence[int]) -> Tensor:
+        """Return [P] or [1, P] numbers as a tensor [1, P]."""
+        row = torch.as_tensor(values, device=None if isinstance(values, Tensor) else self.device)
+        return row[None] if row.ndim == 1 else row
 
     def close(self, cancel: bool = False) -> None:
         """Take no more requests, and return when all are done.

@@ -97,7 +97,9 @@ def iterate_many(
         progress: show a bar, unless transformers' bars are disabled.
         options: those of `generate`, for every prompt. Each has its own copies of processors and criteria.
     """
-    seeds: Iterable[int | None] = repeat(None) if seed is None else count(seed) if isinstance(seed, int) else seed
+    if isinstance(prompts, str | Mapping):
+        raise TypeError(f"prompts= is one {type(prompts).__name__}; give a list of prompts.")
+    seeds = iter(repeat(None) if seed is None else count(seed) if isinstance(seed, int) else seed)
     handles: deque[Handle] = deque()
 
     def done(count: int) -> Iterator[Handle]:
@@ -111,7 +113,11 @@ def iterate_many(
         Batcher(model, drafter, seats=seats, max_tokens=max_tokens) as batcher,
         logging.tqdm(total=total, unit="prompt", disable=not progress) as bar,
     ):
-        for prompt, own_seed in zip(prompts, seeds, strict=False):
+        for prompt in prompts:
+            try:
+                own_seed = next(seeds)
+            except StopIteration:
+                raise ValueError("seed= has fewer seeds than there are prompts; give one for each.") from None
             handles.append(_submitted(batcher, prompt, own_seed, tokenizer, options))
             if len(handles) == 2 * seats:
                 yield from done(1)
@@ -125,6 +131,10 @@ def _submitted(batcher: Batcher, prompt: Any, seed: int | None, tokenizer: Any, 
             if tokenizer is None:
                 raise TypeError("A prompt is text, and no tokenizer was given; pass tokenizer=.")
             prompt = tokenizer(prompt, return_tensors="pt").to(batcher.device)
+        elif isinstance(prompt, list) and isinstance(next(iter(prompt), None), Mapping):
+            raise TypeError(
+                "A prompt is messages; give tokenizer.apply_chat_template(messages, add_generation_prompt=True)."
+            )
         named = prompt if isinstance(prompt, Mapping) else {"input_ids": prompt}
         own = {name: copy.deepcopy(options[name]) for name in _WITH_STATE if name in options}
         return batcher.submit(**named, seed=seed, tokenizer=tokenizer, **{**options, **own})

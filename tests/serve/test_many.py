@@ -20,7 +20,8 @@ def test_outputs_in_order() -> None:
     target = tiny_target("llama")
     inputs = [prompts([3 + 2 * (number % 7)], seed=number) for number in range(12)]
     wanted = [run(target, one, 5 + number, **SAMPLED).sequences for number, one in enumerate(inputs)]
-    given = [one["input_ids"][0].tolist() if number % 2 else one for number, one in enumerate(inputs)]
+    listed = [{name: values[0].tolist() for name, values in one.items()} for one in inputs]  # as a tokenizer's own
+    given = [(one, lists, lists["input_ids"])[n % 3] for n, (one, lists) in enumerate(zip(inputs, listed, strict=True))]
     for asked, seed in ((given, 5), (iter(given), range(5, 17))):
         found = generate_many(target, asked, tiny_head(target), seats=3, seed=seed, progress=False, **SAMPLED)
         assert all(map(torch.equal, found, wanted))
@@ -73,3 +74,15 @@ def test_a_prompt_that_fails() -> None:
             assert torch.equal(output, wanted)
     with pytest.raises(ValueError, match="leave out num_beams=2"):
         generate_many(target, given, num_beams=2, progress=False)
+
+
+def test_what_is_no_list_of_prompts() -> None:
+    target = tiny_target("llama")
+    for given, options, words in (
+        ("abc", {}, "prompts= is one str"),
+        (TOKENIZER(["a", "b"]), {}, "prompts= is one BatchEncoding"),
+        ([[{"role": "user", "content": "a"}]], {}, "apply_chat_template"),
+        ([[3], [4]], {"seed": [0]}, "fewer seeds than"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=words):
+            generate_many(target, given, tokenizer=TOKENIZER, progress=False, **{**options, **GREEDY})
