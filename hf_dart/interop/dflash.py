@@ -87,7 +87,7 @@ def dflash_format(content: dict[str, Any]) -> str | None:
         return f"a {_CALLED[kind]} drafter in the format of speculators"
     named = content.get("architectures")
     names = [str(name) for name in named] if isinstance(named, list) else []
-    if not any(kind in name.lower() for name in names for kind in (*_SPECULATORS, "domino")):
+    if not any(kind in name.lower() for name in names for kind in (*_SPECULATORS, "domino", "museglimmerassistant")):
         return None
     inner = content.get("dflash_config")
     inner = inner if isinstance(inner, dict) else {}

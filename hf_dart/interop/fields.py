@@ -16,6 +16,7 @@ HARMLESS = {
 """Fields of any transformers model that have no bearing on the forward pass of a drafter that is not trained."""
 _NOT_READ = {
     "xpress": "an XPress drafter, which refines whole blocks of DFlash's",  # arXiv 2608.02438
+    "museglimmerassistant": "an assistant of Muse Glimmer, a DFlash drafter in a layout of its own",
     "gemma4dspark": "a DFlash or DSpark drafter with layers of Gemma 4",
     "gemma4eagle3": "an EAGLE-3 head with layers of Gemma 4",
     "eagle3deepseek": "an EAGLE-3 head with latent attention",
