@@ -30,6 +30,7 @@ from hf_dart.decoding.grammars import XGrammar
 from hf_dart.hub.machine import circumstances
 
 TEXT = {"type": "string", "maxLength": 12}
+LINE = {"type": "string", "minLength": 6, "maxLength": 16}
 NUMBER = {"type": "integer", "minimum": 0, "maximum": 999}
 ROW = {"identifier": NUMBER, "description": TEXT, "done": {"type": "boolean"}}
 ADDRESS = {"street": TEXT, "city": TEXT, "country": {"enum": ["France", "Japan", "Kenya"]}}
@@ -54,6 +55,7 @@ def several(properties: dict[str, Any], count: int) -> dict[str, Any]:
 
 SCHEMAS = {
     "orders": fields({"name": TEXT, "address": fields(ADDRESS), "items": several(ROW, 3)}),
+    "notes": fields({"notes": several({"author": LINE, "note": LINE}, 6)}),
     "readings": fields({"station": {"enum": ["Paris", "Osaka", "Mombasa"]}, "readings": several(READING, 12)}),
 }
 MODES = {"greedy": {"do_sample": False}, "T=1": {"do_sample": True, "temperature": 1.0, "top_k": 0}}
@@ -74,7 +76,7 @@ def main() -> None:
     parser.add_argument("--target", help="folder or repository; the packaged pair by default")
     parser.add_argument("--head", help="folder of a trained head, for a column of its own")
     parser.add_argument("--prompt", default="# A customer and three orders, as JSON\nrow = ")
-    parser.add_argument("--schemas", choices=SCHEMAS, nargs="+", default=[*SCHEMAS])
+    parser.add_argument("--schemas", choices=SCHEMAS, nargs="+", default=["orders", "readings"])
     parser.add_argument("--whitespace", choices=["none", "free"], nargs="+", default=["none", "free"])
     parser.add_argument("--new-tokens", type=int, default=200)
     parser.add_argument("--repeats", type=int, default=3)
