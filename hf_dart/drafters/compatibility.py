@@ -19,8 +19,8 @@ def unwrapped(model: Any) -> Any:
         raise TypeError(f"{type(model).__name__} is a drafter and no target; give the target first, then the drafter.")
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"The target is a model of transformers, not {model!r:.100}; load it with "
-            "AutoModelForCausalLM.from_pretrained, and give that."
+            f"{model!r:.100} is no model of transformers; load one with AutoModelForCausalLM.from_pretrained, and give "
+            "that."
         )
     while True:
         base = getattr(model, "get_base_model", lambda: None)

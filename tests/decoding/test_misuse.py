@@ -65,8 +65,12 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda model, head, run: LanguageModelDrafter(model, model),
         "target cannot be its own draft, .*; give a smaller model",
     ),
-    "no target": (lambda model, head, run: attach(None, head), "target is a model of transformers, not None; load it"),
-    "no target to detach": (lambda *_: detach(None), "target is a model of transformers, not None"),
+    "a name as the draft model": (
+        lambda model, head, run: LanguageModelDrafter("small", model),
+        "'small' is no model of transformers; load one with AutoModelForCausalLM",
+    ),
+    "no target": (lambda model, head, run: attach(None, head), "None is no model of transformers; load one"),
+    "no target to detach": (lambda *_: detach(None), "None is no model of transformers"),
     "swapped": (
         lambda model, head, run: attach(head, model),
         "DartHead is a drafter and no target; give the target first, then the drafter",
@@ -74,10 +78,10 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "compiled, swapped": (lambda model, head, run: hf_dart.compile(head, model), "give the target first"),
     "a name as the target": (
         loaded(target="target"),
-        "target is a model of transformers, not 'target'; load it with AutoModelForCausalLM",
+        "'target' is no model of transformers; load one with AutoModelForCausalLM",
     ),
-    "a name as the target of a class": (loaded(load=DartHead.from_pretrained, target="target"), "not 'target'; load"),
-    "a name as the target of a new head": (lambda *_: DartHead.from_target("target"), "not 'target'"),
+    "a name as the target of a class": (loaded(load=DartHead.from_pretrained, target="target"), "'target' is no model"),
+    "a name as the target of a new head": (lambda *_: DartHead.from_target("target"), "'target' is no model"),
     "no option of loading": (loaded(defualt=True), "no option 'defualt'; leave it out"),
     "no field of a head": (
         lambda model, head, run: DartHead.from_target(model, draft_lenght=5),
