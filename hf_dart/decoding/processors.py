@@ -88,8 +88,13 @@ def _sizes(processor: Any) -> list[int]:
     return [processor.llg_tokenizer.vocab_size] if kind == OUTLINES_LLGUIDANCE else []
 
 
-def refuse_grammars(processors: LogitsProcessorList, target: Any) -> None:
-    """Raise for a grammar of more tokens than the target has, which would mask others than it means."""
+def refuse_grammars(processors: LogitsProcessorList, target: Any, rows: int) -> None:
+    """Raise for grammars of another number of rows than the call's, or of more tokens than the target has."""
+    for count in (len(one.compiled_grammars) for one in processors if kind_of(one) == XGRAMMAR):
+        if count not in (1, rows):
+            raise ValueError(
+                f"The processor has {count} grammars for {rows} rows of text; give one, or one for each row."
+            )
     for size in (size for processor in processors for size in _sizes(processor)):
         known = target.get_input_embeddings().num_embeddings
         if size > known:
@@ -100,7 +105,7 @@ def refuse_grammars(processors: LogitsProcessorList, target: Any) -> None:
 
 
 def _new_xgrammar(processor: Any) -> bool:
-    """Return True for a processor of xgrammar that no call has used, which has a grammar for each row and no more."""
+    """Return True for a processor of xgrammar that no call has used."""
     return kind_of(processor) == XGRAMMAR and not processor.matchers
 
 

@@ -156,7 +156,7 @@ def admit(
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
-    refuse_grammars(logits_processor, model)
+    refuse_grammars(logits_processor, model, len(input_ids))
     if isinstance(assistant, nn.Module) and drops_out(assistant):
         raise ValueError(
             "The drafter is in train mode, where dropout moves the generator that tokens are drawn from; call its "

@@ -246,6 +246,18 @@ def test_a_grammar_of_another_tokenizer(packaged: Any, packages: list[str], make
         run(model, tokenizer("row = ", return_tensors="pt"), 1, assistant=LookupDrafter(), **options)
 
 
+@pytest.mark.parametrize(("count", "rows"), [(2, 1), (2, 3), (3, 2)])
+def test_grammars_of_other_rows(packaged: Any, count: int, rows: int) -> None:
+    pytest.importorskip("xgrammar")
+    from xgrammar.contrib.hf import LogitsProcessor
+
+    model, tokenizer = packaged
+    given = LogitsProcessor([compiled(tokenizer, model.config.vocab_size, ROWS)] * count)
+    inputs = tokenizer(["row = "] * rows, return_tensors="pt")
+    with pytest.raises(ValueError, match=f"^The processor has {count} grammars for {rows} rows of text; give one"):
+        run(model, inputs, 1, assistant=LookupDrafter(), logits_processor=[given])
+
+
 @pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("sample", [False, True])
 def test_rows_of_other_grammars_go_on_apart(packaged: Any, sample: bool) -> None:
