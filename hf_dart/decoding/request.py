@@ -132,11 +132,11 @@ def admit(
 
     A call that `overlaps` another one takes the target's packed weights as that one found them.
     """
-    if not isinstance(tree_config, TreeConfig | None):
+    tree_config = assistant.tree_config if tree_config is None else tree_config
+    if not isinstance(tree_config, TreeConfig):
         raise TypeError(f"tree_config= takes a TreeConfig, not {tree_config!r:.100}; give TreeConfig(nodes=8), say.")
     if not isinstance(trace, bool | None):
         raise TypeError(f"trace is {trace!r:.100}; give True or False.")
-    tree_config = tree_config or assistant.tree_config
     if refine is not None:
         tree_config = replace(tree_config, refine=refine)
     if tree_config.refine and not assistant.refines:

@@ -49,7 +49,7 @@ def check_compatible(config: Any, target: PreTrainedModel, tokenizer: Any = None
                 "drafter that was made for this target, or train one with from_target(model)."
             )
     _check_vocabulary(config, target, tokenizer, int(embeddings.num_embeddings))
-    template = None if tokenizer is None else tokenizer.chat_template
+    template = getattr(tokenizer, "chat_template", None)
     if config.chat_template_hash and isinstance(template, str) and template_hash(template) != config.chat_template_hash:
         warnings.warn(
             "This head was trained on conversations with another chat template than this tokenizer's; the output is "

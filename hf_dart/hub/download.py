@@ -23,6 +23,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 """The file that makes a folder that of an adapter."""
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 """Options of `from_pretrained` that say where on the Hub a file lies."""
+_OTHERS = ("target", "tokenizer", "ngram", "dtype", "draft_window", "draft_sink")  # of all drafters
 _WITHOUT_USE = ("attn_implementation", "device_map", "trust_remote_code")  # to drafters of other projects
 NOTES = {
     "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type",
@@ -71,7 +72,7 @@ def published_license(path: str, **where: Any) -> str | None:
 
 def refuse_options(given: Iterable[str]) -> None:
     """Raise a TypeError for the first name that is no option of where a drafter lies."""
-    refuse_unknown(given, (*HUB_OPTIONS, *_WITHOUT_USE), "Loading a drafter takes no option")
+    refuse_unknown(given, (*HUB_OPTIONS, *_OTHERS, *_WITHOUT_USE), "Loading a drafter takes no option")
 
 
 def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:

@@ -19,6 +19,8 @@ def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
 
     With `rows`, tokens beyond an embedding table of so many rows, such as an added padding token, are left out.
     """
+    if isinstance(tokenizer, str):
+        raise TypeError(f"tokenizer= takes a tokenizer, not a name; give AutoTokenizer.from_pretrained({tokenizer!r}).")
     return hash_of_ids(tokenizer.get_vocab(), rows)
 
 

@@ -39,6 +39,10 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         drafted(tree_config={"nodes": 8}),
         r"tree_config= takes a TreeConfig, not \{'nodes': 8\}; give TreeConfig\(nodes=8\)",
     ),
+    "a drafter's tree as a dict": (
+        lambda model, head, run: setattr(head, "tree_config", {"nodes": 8}) or model.generate(**GREEDY, assistant=head),
+        "tree_config= takes a TreeConfig, not",
+    ),
     "no field of trees": (lambda *_: cast(Any, TreeConfig)(nods=8), "no field 'nods'; did you mean 'nodes'?"),
     "a trace that is a word": (drafted(trace="yes"), "trace is 'yes'; give True or False"),
     "a tree without a drafter": (
@@ -82,6 +86,11 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "a name as the target of a class": (loaded(load=DartHead.from_pretrained, target="target"), "'target' is no model"),
     "a name as the target of a new head": (lambda *_: DartHead.from_target("target"), "'target' is no model"),
+    "a name as the tokenizer": (
+        lambda model, head, run: DartHead.from_target(model, tokenizer="target"),
+        r"give AutoTokenizer.from_pretrained\('target'\)",
+    ),
+    "an option of loading by its former name": (loaded(torch_dtype="auto"), "no option 'torch_dtype'; .* 'dtype'"),
     "no option of loading": (loaded(defualt=True), "no option 'defualt'; leave it out"),
     "no field of a head": (
         lambda model, head, run: DartHead.from_target(model, draft_lenght=5),
