@@ -11,6 +11,8 @@ import torch
 
 from hf_dart import LanguageModelDrafter, MtpDrafter, attach, load_drafter
 from support.assistants import gemma4_drafter, gemma4_target
+from support.checkpoints import save
+from support.eagle3 import SPECULATORS, eagle3_config, eagle3_tensors
 from support.guests import dflash_drafter
 from support.modules import speculators_module, with_module
 from support.relatives import relative
@@ -32,6 +34,12 @@ def published(name: str) -> Callable[[Any], Any]:
     return loaded(lambda folder, target: load_drafter(relative(folder, target, name), target=target))
 
 
+def fed_back_after_the_norm(folder: Path, target: Any) -> Any:
+    """An EAGLE-3.1 head in the format of speculators."""
+    config = eagle3_config(target, SPECULATORS, fc_norm=True, norm_output=True, eagle_aux_hidden_state_layer_ids=[0, 1])
+    return load_drafter(save(folder, config, eagle3_tensors(config, seed=2)), target=target)
+
+
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "dart": tiny_head,
     "eagle": tiny_eagle_drafter,
@@ -45,6 +53,7 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 PUBLISHED = {
     "dflash2": published("DFlash2"),
     "dspark": published("DSpark"),
+    "eagle 3.1": loaded(fed_back_after_the_norm),
     "speculators' mtp": loaded(lambda folder, target: load_drafter(speculators_module(folder, target), target=target)),
 }
 """Further files of other projects, whose drafts have tests of their own."""
