@@ -13,7 +13,7 @@ from support.compare import assert_identical
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 
 import hf_dart
-from hf_dart import DartHead, LanguageModelDrafter, TreeConfig, attach, detach, load_drafter
+from hf_dart import DartHead, LanguageModelDrafter, LookupDrafter, TreeConfig, attach, detach, load_drafter
 
 GREEDY = {**prompts([7]), "do_sample": False, "max_new_tokens": 8}
 
@@ -40,7 +40,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         r"tree_config= takes a TreeConfig, not \{'nodes': 8\}; give TreeConfig\(nodes=8\)",
     ),
     "a drafter's tree as a dict": (
-        lambda model, head, run: setattr(head, "tree_config", {"nodes": 8}) or model.generate(**GREEDY, assistant=head),
+        lambda model, head, run: model.generate(**GREEDY, assistant=LookupDrafter(cast(Any, {"nodes": 8}))),
         "tree_config= takes a TreeConfig, not",
     ),
     "no field of trees": (lambda *_: cast(Any, TreeConfig)(nods=8), "no field 'nods'; did you mean 'nodes'?"),
