@@ -14,7 +14,7 @@ from support.families import HYBRIDS
 from support.sentences import refused
 from support.tiny_training import ROWS, changed, copies, tiny_head, tiny_target, tiny_trainer, token_rows, trainer_on
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, TrainingArguments
 
 from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, TreeConfig, attach
 from hf_dart.training import DartTrainer, DartTrainingArguments, DecodingCallback, DiffusionTrainer, EagleTrainer
@@ -64,6 +64,15 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
     assert results[0][0] == pytest.approx(results[1][0], abs=1e-3)
     for name, value in results[0][1].items():
         torch.testing.assert_close(value, results[1][1][name], rtol=1e-6, atol=1e-8)
+
+
+def test_what_is_taken_from_other_trainers(tmp_path: Path) -> None:
+    target = tiny_target()
+    plain = TrainingArguments(str(tmp_path), use_cpu=True)
+    with pytest.raises(TypeError, match="takes DartTrainingArguments, not TrainingArguments"):
+        DartTrainer(tiny_head(target), target, plain, train_dataset=ROWS)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"train_dataset is a list .*from_list"):
+        trainer_on(tmp_path, [{"text": "a"}])
 
 
 def test_runs_that_stop(tmp_path: Path) -> None:

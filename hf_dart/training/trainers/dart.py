@@ -29,7 +29,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
     takes_images = True
 
     def __init__(self, head: DartHead, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any) -> None:
-        if args.selector_only:
+        if getattr(args, "selector_only", False):
             if head.selector is None:
                 raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
             if head.adapted:

@@ -85,6 +85,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         max_length: int = 2048,
         **kwargs: Any,
     ) -> None:
+        if not isinstance(args, self.training_arguments):
+            wanted, given = self.training_arguments.__name__, type(args).__name__
+            raise TypeError(f"{type(self).__name__} takes {wanted}, not {given}; give {wanted}(output_dir, ...).")
         drafter.bind(target)
         if drafter.lm_head is not None and any(weight.requires_grad for weight in drafter.lm_head.parameters()):
             if args.loss_chunk:
@@ -101,6 +104,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         kwargs.setdefault("data_collator", collate)
         for name in ("train_dataset", "eval_dataset"):
             data = kwargs.get(name)
+            if isinstance(data, list) and data and "documents" not in data[0]:
+                raise TypeError(f"{name} is a list of documents; give datasets.Dataset.from_list(rows).")
             columns = getattr(data, "column_names", None)  # of `datasets`
             if columns is not None and "documents" not in columns:
                 kwargs[name] = pack_dataset(data, processing_class, drafter.draft_length, max_length, drafter.config)
