@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from inspect import Signature, signature
 from math import inf
-from typing import Any, Self
+from types import MethodType
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -84,6 +86,8 @@ class TreeConfig:
     refine: int = 0
     shared_noise: bool = True
 
+    __signature__: ClassVar[Signature]
+
     def __new__(cls, *values: Any, **named: Any) -> Self:
         refuse_unknown(named, [one.name for one in fields(cls)], "TreeConfig has no field")
         return super().__new__(cls)
@@ -147,6 +151,10 @@ class TreeConfig:
         else:
             verify = np.ones(len(sizes))
         return RoundCost(once * (1 + self.refine) if drafted else 0.0, verify, self.level_cost or 0.0)
+
+
+# That of `__new__`, which help and notebooks would show, names no fields.
+TreeConfig.__signature__ = signature(MethodType(TreeConfig.__init__, object()))
 
 
 def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,10 @@ NO_COSTS: list[Any] = [
 def test_what_is_no_tree(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         checked_tree(fields)
+
+
+def test_help_names_the_fields() -> None:
+    assert [*signature(TreeConfig).parameters] == [one.name for one in fields(TreeConfig)]
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
