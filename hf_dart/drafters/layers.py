@@ -137,7 +137,7 @@ class DartLayer(nn.Module):
         rotation: tuple[Tensor, Tensor],
         mask: Tensor,
         remember: KeyValueWriter | None,
-        wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
+        wanted: Tensor | slice | None = None,  # [B, W] entries whose output is wanted, or a slice; None is all
     ) -> Tensor:  # [B, Q or W, H]
         if self.input_norm is not None:
             x = self.input_norm(x)

@@ -19,7 +19,7 @@ from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, fill, initialise
 from hf_dart.drafters.dart.modeling import BigramSelector, DartModel, Editor, Entries
 from hf_dart.drafters.draft_vocabulary import unused_token
-from hf_dart.drafters.layers import memory
+from hf_dart.drafters.layers import memory, take
 from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
 from hf_dart.hub import card_texts
@@ -132,7 +132,9 @@ class DartHead(DartModel):
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts(self.at_once):
-            self._run(state, self._real_inputs(part.features, part.next_tokens), part.counts.to(self.device))
+            entries = self._real_inputs(part.features, part.next_tokens)
+            # Only its keys and values are needed; computing one entry's output is cheap.
+            self._run(state, entries, part.counts.to(self.device), slice(1))
             state.advance(part.counts)
 
     def propose(
@@ -152,14 +154,11 @@ class DartHead(DartModel):
             entry = torch.arange(real + slots, device=self.device)
             padding = (entry >= known[:, None]) & (entry < real)
             entries = self.slot_inputs(1, 1).where(padding, entries)
-        hidden = self._run(state, entries, known)
+        block: Tensor | slice = slice(real - shift, None)
         if state.ragged:
             block = (known - shift).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
-            hidden = hidden.gather(1, block[..., None].expand(-1, -1, hidden.shape[-1]))
-        else:
-            hidden = hidden[:, real - shift :]
+        hidden = self._run(state, entries, known, block)[:, :depth]
         state.advance(counts)
-        hidden = hidden[:, :depth]
         return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
 
     @property
@@ -189,8 +188,12 @@ class DartHead(DartModel):
     def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> Entries:
         return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))
 
-    def _run(self, state: SlotCache, entries: Entries, counts: Tensor) -> Tensor:
-        """Run Q entries per row after the cached ones, of which `counts` [B] are real and the next ones its slots."""
+    def _run(self, state: SlotCache, entries: Entries, counts: Tensor, wanted: Tensor | slice | None = None) -> Tensor:
+        """Run Q entries per row after the cached ones, of which `counts` [B] are real and the next ones its slots.
+
+        Returns:
+            Hidden states of all entries, or of those that are `wanted`: a slice of them, or their numbers [B, W].
+        """
         x, residual = entries
         # A slot may attend to all of its block, also after the last one that is run.
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
@@ -199,11 +202,13 @@ class DartHead(DartModel):
         masks = self._masks(state.lengths + counts, positions, end)
         for index, layer in enumerate(self.layers):
             remember = memory(state, index, slots, slice(end))
-            x = residual = layer(x, residual, rotation, masks[index % len(masks)], remember)
+            asked = wanted if index == len(self.layers) - 1 else None
+            mask = take(masks[index % len(masks)], asked)[:, None]
+            x = residual = layer(x, residual, rotation, mask, remember, asked)
         return self.final(x)
 
     def _masks(self, block: Tensor, positions: Tensor, end: int) -> list[Tensor]:
-        """Masks [B, 1, Q, end] of entries, one per layer or one for all; those from `block` [B] on are mask slots."""
+        """Masks [B, Q, end] of entries, one per layer or one for all; those from `block` [B] on are mask slots."""
         keys_at = torch.arange(end, device=positions.device)
         mask = keys_at <= positions[..., None]
         before = keys_at < block[:, None, None]
@@ -213,7 +218,7 @@ class DartHead(DartModel):
             mask = mask | (inside & ~before & (keys_at < block_end))
         ages = positions[..., None] - keys_at
         windows = self.config.windows or [0]
-        return [(mask & (~before | (ages < window)) if window else mask)[:, None] for window in windows]
+        return [mask & (~before | (ages < window)) if window else mask for window in windows]
 
     # ---- adapters -----------------------------------------------------------------------------------
 
