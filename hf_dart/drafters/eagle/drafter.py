@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.drafters.beams import BeamDrafter, View, last_of
+from hf_dart.drafters.beams import BeamDrafter, View
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm, memory
+from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm, memory, take
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import TrainedDrafter
@@ -94,8 +94,9 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         mask: Tensor,  # [B, 1, Q, S] bool
         ages: Tensor,  # [B, 1, Q, S] how far back in the text a key lies; drafted ones have none, 0
         memory: Memory,
+        wanted: Tensor | None = None,  # [B, W] entries whose states are wanted; None is all
     ) -> Tensor:
-        """Run the layers over tokens and features: states [B, Q, H], which stand in for the next features."""
+        """Run the layers over tokens and features: states [B, Q or W, H], which stand in for the next features."""
         if self.embedding_norm is None or self.feature_norm is None:
             pairs = residual = self.fc(torch.cat([embeddings, features], dim=-1))
         else:
@@ -103,9 +104,11 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
             pairs = torch.cat([self.embedding_norm(embeddings), known], dim=-1)
             residual = known if self.config.norm_before_residual else features
         masks = [mask & (ages < window) if window else mask for window in self.config.windows or [0]]
-        x = self.layer(pairs, residual, rotation, masks[0], memory(0))
-        for number, layer in enumerate(self.deeper, start=1):
-            x = layer(x, x, rotation, masks[number % len(masks)], memory(number))
+        x = pairs
+        for number, layer in enumerate((self.layer, *self.deeper)):
+            asked = wanted if number == len(self.deeper) else None
+            seen = take(masks[number % len(masks)][:, 0], asked)[:, None]
+            x = residual = layer(x, residual, rotation, seen, memory(number), asked)
         return self.norm(x) if self.norm is not None and self.config.norm_output else x
 
     def final(self, states: Tensor) -> Tensor:
@@ -146,8 +149,7 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         place = torch.arange(real, device=features.device)
         ages = (place[:, None] - place)[None, None]
         text = attention_mask[:, :, :real, :real]
-        states = self.step(next_embeddings, self.fuse(features), known, text, ages, memory)
-        last = states.gather(1, anchors.clamp(min=0)[..., None].expand(-1, -1, states.shape[-1]))
+        last = self.step(next_embeddings, self.fuse(features), known, text, ages, memory, anchors.clamp(min=0))
         places = [part[:, :, real:].unflatten(2, (count, steps)) for part in rotation]
         sees = attention_mask[:, :, real:].unflatten(2, (count, steps))  # [B, 1, K, d - 1, T + K (d - 1)]
         ages = F.pad((anchors[..., None] - place)[:, None], (0, count * steps))
@@ -172,9 +174,10 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
     def read_last(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         fused = self.fuse(features.to(device=self.device, dtype=self.dtype))
         view = View.after(state, next_tokens.shape[1])
-        read = self._run(state, next_tokens, fused, view, view.positions)
+        last = (counts.to(self.device) - 1).clamp(min=0)[:, None]
+        read = self._run(state, next_tokens, fused, view, view.positions, last)
         state.advance(counts)
-        return last_of(read, counts)
+        return read
 
     def draft_level(self, state: SlotCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
         # A drafted entry attends to as many positions of the text as its last one.
@@ -185,14 +188,22 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         # Tokens outside the draft vocabulary have almost no probability.
         return spread(logits, self.draft_vocabulary, self.config.vocab_size).log_softmax(-1)
 
-    def _run(self, state: SlotCache, tokens: Tensor, features: Tensor, view: View, asked_from: Tensor) -> Tensor:
+    def _run(
+        self,
+        state: SlotCache,
+        tokens: Tensor,
+        features: Tensor,
+        view: View,
+        asked_from: Tensor,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """States [B, Q, H] of tokens [B, Q] after `features` [B, Q, H], whose keys and values are written to slots.
 
-        Windows are counted from `asked_from` [B, Q or 1].
+        Windows are counted from `asked_from` [B, Q or 1]. Only states of the entries `wanted` [B, W] are computed.
         """
         end = view.seen.shape[-1]
         state.store.reserve(end)
         ages = asked_from[..., None] - view.at[:, None]
         remember = partial(memory, state, slots=view.slots, keys=slice(end))
         rotation = self.rotation(view.positions)
-        return self.step(self.embed(tokens), features, rotation, view.seen[:, None], ages[:, None], remember)
+        return self.step(self.embed(tokens), features, rotation, view.seen[:, None], ages[:, None], remember, wanted)
