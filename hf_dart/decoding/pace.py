@@ -30,7 +30,6 @@ _TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay
 # Rounds of a pause; each one is longer by a factor. A trial in 320 rounds costs less than a hundredth of their tokens.
 _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 320, 4
 _LIKELY = 0.5  # tokens that copies are expected to bring where they may be what spares a draft
-_GAINS, _LEAST = 64, 0.01  # rounds over which gains are compared, and least gain that is told from none
 _MEMORY = 32  # drafts of a row, and rounds, over which running means reach
 _SETTLED = 16  # drafted rounds after which drafts that pay are taken to go on
 _WARN_AFTER = 2  # pauses with no drafts that paid between them
@@ -79,7 +78,6 @@ class PaceRecord:
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
     draft_costs: tuple[float, ...] = ()  # of the last drafts, where they are timed
     looked: tuple[float, ...] = ()  # shares of the last rounds without a draft that looked for copies
-    gains: tuple[float, float] = (1.0, 1.0)  # running means of tokens brought: weighted by rows, and to the slowest
     copy_counts: CopyCounts = field(default_factory=CopyCounts)  # how often copies were right
 
 
@@ -98,9 +96,8 @@ class Pace:
         timed: Collection[str] = (),  # costs in place of which measured ones are used (`timed_costs`)
         records: dict[Hashable, PaceRecord] | None = None,  # by kind, kept from call to call; None keeps nothing
         kind: tuple[Hashable, ...] = (),  # of calls: what costs depend on, and what else acceptance depends on
-        together: bool = True,  # the rows are done when the slowest one is; else each counts for itself
     ) -> None:
-        self._config, self._depth, self._timed, self._together = config, depth, timed, together
+        self._config, self._depth, self._timed = config, depth, timed
         self._chooses = depth > 0 and config.nodes is None
         self._estimate = config.round_cost(batch, device_type, drafted=False)
         self._verify = self._estimate.verify  # as rounds have corrected it, by the size that trees are filled up to
@@ -161,12 +158,6 @@ class Pace:
         """Chances that copies are right (`trees.copies.PRIOR`), by the earlier calls of this kind."""
         return self._record.copy_counts.chances()
 
-    def weights(self, emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
-        """Weights of a token more in each row (`row_weights`), by how far rounds of this kind brought the batch on."""
-        of_all, of_slowest = self._record.gains
-        share = min(max(of_slowest, _LEAST) / max(of_all, _LEAST), 1.0)
-        return [share * weight for weight in row_weights(emitted, limits)]
-
     def choose(
         self, copies: Sequence[Copies], weights: Sequence[float], deepest: Sequence[int]
     ) -> tuple[bool, Sequence[Copies]]:
@@ -191,7 +182,7 @@ class Pace:
         unknown &= len(costs) < _TIMED_DRAFTS // 3 or added >= min(1.0, *costs)
         trial = (unknown or not record.rounds) and not likely
         drafted = trial or added >= cost * tokens / self._copies_cost
-        if not (drafted or likely) and sum(weights) * self._drafts_bring() < cost:  # drafts pay in no other rounds
+        if not (drafted or likely) and self._drafts_bring() < cost:  # drafts pay in no other rounds
             record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
             record.pauses += 1
         return drafted, copies
@@ -210,15 +201,8 @@ class Pace:
         emitted = [len(row) for row in tokens]
         self._emitted = [so_far + new for so_far, new in zip(before, emitted, strict=True)]
         weights = row_weights(before, limits)
-        running = [row for row, limit in enumerate(limits) if limit > 0]
         if self._timed:
             self._time(drafted, nodes, levels, seconds)
-            if self._together and running:
-                mean = sum(weight * (new - 1) for weight, new in zip(weights, emitted, strict=True))
-                was, is_now = (min(so_far[row] for row in running) for so_far in (before, self._emitted))
-                of_all, of_slowest = record.gains
-                gained = is_now - was - 1
-                record.gains = of_all + (mean - of_all) / _GAINS, of_slowest + (gained - of_slowest) / _GAINS
         if not self._chooses:
             return
         if record.left:
@@ -236,7 +220,7 @@ class Pace:
         record.rounds += 1
         added = self.cost(drafted=False).of(nodes, levels) - self._copies_cost
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
-        record.drafted = (record.drafted[0] + len(running), record.drafted[1] + sum(emitted))
+        record.drafted = (record.drafted[0] + sum(limit > 0 for limit in limits), record.drafted[1] + sum(emitted))
         if record.rounds >= _SETTLED and self._drafts_bring() > self._cost_of_drafting():
             record.pauses, record.wait = 0, _FIRST_WAIT
 

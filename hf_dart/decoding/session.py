@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.feed import begun, read_prompt
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.pace import Pace
+from hf_dart.decoding.pace import Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
@@ -122,7 +122,7 @@ class Session:
         limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         ended = self.rows.ended if self.rows.in_step else None
-        weights = self.pace.weights(self.rows.emitted, limits)
+        weights = row_weights(self.rows.emitted, limits)
         drafted, copies = self.pace.choose(self.grower.copies(deepest, ended), weights, deepest)
         return Budget(limits, deepest, weights, copies, drafted)
 

@@ -213,21 +213,6 @@ def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
         assert drafted, "each is ahead in its turn"
 
 
-def test_a_batch_has_what_its_slowest_row_has_of_drafts() -> None:
-    """Rows part by chance, and end no batch sooner where they are ahead; calls in seats end one by one."""
-    config, random = TreeConfig(draft_cost=0.3, node_cost=0.0), Random(0)
-    brought = [[random.choice((1, 1, 1, 5)) for _ in range(4)] for _ in range(100)]
-    for together in (True, False):
-        pace = pace_of(config, 4, timed=("node_cost",), together=together)
-        for new in brought:
-            pace.count(False, [[7] * tokens for tokens in new], [50] * 4, 1, 0, {})
-        of_all, of_slowest = pace._record.gains
-        assert of_slowest == of_all == 1 or together
-        assert of_slowest < 0.9 * of_all or not together
-        share = of_slowest / of_all
-        assert pace.weights([5] * 4, [50] * 4) == pytest.approx([share / 4] * 4)
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dart")]
 
@@ -260,9 +245,7 @@ def test_says_once_that_drafts_do_not_pay(caplog: pytest.LogCaptureFixture) -> N
         ({"draft_cost": 0.1, "verify_costs": ((1, 1), (64, 9.0))}, "cuda", [2, 2], 32, False),
     ],
 )
-def test_drafts_that_pay_go_on(
-    fields: dict[str, Any], device: str, emitted: list[int], nodes: int, pays: bool
-) -> None:
+def test_drafts_that_pay_go_on(fields: dict[str, Any], device: str, emitted: list[int], nodes: int, pays: bool) -> None:
     pace = pace_of(TreeConfig(**fields), len(emitted), device)
     assert all(rounds(pace, 50, emitted, nodes)) == pays
 
@@ -281,9 +264,7 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
     assert (stats.tau, stats.drafted, stats.paused_rounds) == (1.0, 0, stats.rounds)
     if keeps:  # what was not drafted after is taken in by the next turn
         ids = text.sequences
-        again = target.generate(
-            ids, **{CACHE: text[CACHE]}, assistant=head, max_new_tokens=9, do_sample=False
-        )
+        again = target.generate(ids, **{CACHE: text[CACHE]}, assistant=head, max_new_tokens=9, do_sample=False)
         assert again.tolist() == target.generate(ids, max_new_tokens=9, do_sample=False).tolist()
 
 
