@@ -163,6 +163,16 @@ def outlines_processor(tokenizer: Any, size: int) -> Any:
     return partial(reset, OutlinesCoreLogitsProcessor(index, "torch"))
 
 
+def enforcer(tokenizer: Any, size: int) -> Any:
+    """By lm-format-enforcer itself: what it has for transformers does not import with transformers 5."""
+    from lmformatenforcer import JsonSchemaParser, TokenEnforcer, TokenEnforcerTokenizerData
+
+    words = [(token, tokenizer.decode([token]), False) for token in range(size) if token != tokenizer.eos_token_id]
+    data = TokenEnforcerTokenizerData(words, tokenizer.decode, tokenizer.eos_token_id, False, size)
+    held = TokenEnforcer(data, JsonSchemaParser(SCHEMA))
+    return lambda: {"prefix_allowed_tokens_fn": lambda _, text: held.get_allowed_tokens(text.tolist()).allowed_tokens}
+
+
 ASKED: list[tuple[list[str], Any]] = [
     (["xgrammar"], xgrammar_processor),
     (["xgrammar", "outlines"], outlines_xgrammar_processor),
@@ -184,7 +194,10 @@ def packaged() -> tuple[Any, Any]:
 @pytest.mark.parametrize("sample", [False, True])
 @pytest.mark.parametrize(
     ("packages", "make", "least"),
-    [(*kind, least) for kind, least in zip(ASKED, (1.5, 1.5, 1.5, 1.2), strict=True)],
+    [
+        *((*kind, least) for kind, least in zip(ASKED, (1.5, 1.5, 1.5, 1.2), strict=True)),
+        (["lmformatenforcer"], enforcer, 1.0),
+    ],
 )
 def test_processors_of_other_packages(
     packaged: Any, packages: list[str], make: Any, least: float, sample: bool
