@@ -77,7 +77,7 @@ class PaceRecord:
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
     draft_costs: tuple[float, ...] = ()  # of the last drafts, where they are timed
-    looked: tuple[float, ...] = ()  # shares of the last rounds without a draft that looked for copies
+    looked: tuple[float, ...] = ()  # share of looking for copies in the time of the last rounds without a draft
     copy_counts: CopyCounts = field(default_factory=CopyCounts)  # how often copies were right
 
 

@@ -133,7 +133,7 @@ class DartHead(DartModel):
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts(self.at_once):
             entries = self._real_inputs(part.features, part.next_tokens)
-            # Only its keys and values are needed; computing one entry's output is cheap.
+            # Only keys and values are needed; computing one entry's output is cheap.
             self._run(state, entries, part.counts.to(self.device), slice(1))
             state.advance(part.counts)
 
