@@ -34,9 +34,7 @@ class DrafterCallback(TrainerCallback):
         ValueError: `generate` does not write its rollouts, or the drafter does not fit the policy, or cannot learn.
     """
 
-    def __init__(
-        self, trainer: Any, drafter: Drafter[Any], learner: Learner | None = None, memory: Any = None
-    ) -> None:
+    def __init__(self, trainer: Any, drafter: Drafter[Any], learner: Learner | None = None, memory: Any = None) -> None:
         if not hasattr(trainer, "use_transformers_continuous_batching"):
             raise TypeError(
                 f"A DrafterCallback takes TRL's GRPOTrainer or RLOOTrainer, not {type(trainer).__name__}; "
