@@ -118,8 +118,9 @@ class Pace:
         self._record = copy.deepcopy(own or next(alike, new))
         if own is None:
             like = self._record
-            measured: dict[str, Any] = {"draft_costs": like.draft_costs, "looked": like.looked}
-            self._record = PaceRecord(none, none, like.correction, like.timed, **measured)
+            self._record = PaceRecord(
+                none, none, like.correction, like.timed, looked=like.looked, draft_costs=like.draft_costs
+            )
             self._try(like.chances)
         self._read_corrections()
 
@@ -255,10 +256,11 @@ class Pace:
         """Tokens that a draft is expected to add to one row, whose tree is at most `deepest` deep."""
         depth = min(max(deepest, 0), self._depth)
         tokens, on_draft, on_copies = 0.0, 0.0, 1.0
-        for chance, right in zip(self._record.chances[:depth], copies.right(depth, self._alone), strict=True):
+        chances, rights = self._record.chances[:depth].tolist(), copies.right(depth, self._alone).tolist()
+        for chance, right in zip(chances, rights, strict=True):
             on_draft = (on_draft + on_copies - right) * chance  # of what was right above
             tokens, on_copies = tokens + on_draft, right
-        return float(tokens)
+        return tokens
 
     def _drafts_bring(self) -> float:
         """Tokens that a draft is expected to add where there are no copies."""
