@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.stats import DraftStats
+from hf_dart.decoding.stats import DraftStats, processor_time
 from hf_dart.hub.tables import Verdict
 from hf_dart.models.devices import generator_state
 from hf_dart.models.quantised import rounding_of
@@ -37,6 +37,7 @@ class Run:
     seed: int
     sequences: Tensor  # [B, P + T]
     seconds: float  # wall time of the call
+    processor_seconds: float  # of the calling thread
     generator: Tensor  # state of the default generator afterwards
     stats: DraftStats | None  # what the drafter did; None for calls without one
 
@@ -59,10 +60,17 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, An
     """Seed, call `model.generate(**inputs, **options)`, and time it."""
     device = inputs["input_ids"].device
     torch.manual_seed(seed)
+    began = processor_time()
     seconds, sequences = timed(device, lambda: model.generate(**inputs, **options))
+    processor_seconds = processor_time() - began
     drafter = options.get("assistant")
     stats = None if drafter is None else drafter.last_stats
-    return Run(model, inputs, options, seed, sequences, seconds, generator_state(device), stats)
+    return Run(model, inputs, options, seed, sequences, seconds, processor_seconds, generator_state(device), stats)
+
+
+def one_thread(device: torch.device) -> bool:
+    """Tell whether one thread of a CPU computes all: its processor time, which other programs change little, counts."""
+    return device.type == "cpu" and torch.get_num_threads() == 1
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:

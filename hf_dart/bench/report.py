@@ -8,7 +8,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from hf_dart.bench.exact import repeated_4grams
+from hf_dart.bench.exact import one_thread, repeated_4grams
 from hf_dart.bench.pair import Pair, thinking_of
 from hf_dart.bench.speed import Measurement
 from hf_dart.hub import machine
@@ -22,6 +22,7 @@ def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) 
     return {
         **machine.circumstances(command, pair.model.device),
         "device": pair.model.device.type,
+        "clock": "processor time" if one_thread(pair.model.device) else "wall time",
         "cores": os.cpu_count(),
         "dtype": str(pair.model.dtype).removeprefix("torch."),
         "target": pair.target_name,
@@ -48,7 +49,7 @@ def results(measurements: list[Measurement], **case: Any) -> list[dict[str, Any]
 
 
 def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
-    written, stats = one.written, one.stats
+    written, stats, phases = one.written, one.stats, one.phases
     speeds = _speeds(one)
     result: dict[str, Any] = {
         "batch": one.batch,
@@ -65,16 +66,16 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
     if one.verdict is not None:
         result |= {"identical": one.verdict.identical, "compared": asdict(one.verdict)}
     if stats.rounds:
-        spent = {name: seconds for name, seconds in stats.seconds.items() if name != "prefill"}
+        spent = {name: seconds for name, seconds in phases.items() if name != "prefill"}
         # The loop's own time, and what transformers prepares before it.
-        spent["rest"] = sum(one.seconds) - sum(stats.seconds.values())
+        spent["rest"] = sum(one.seconds) - sum(phases.values())
         result |= {
             "rounds": stats.rounds,
             "row_rounds": stats.row_rounds,
             "tau": stats.tau,
             "acceptance_rate": stats.acceptance_rate,
             "accepted_per_depth": stats.accepted_per_depth,
-            "prefill_seconds": stats.seconds["prefill"],
+            "prefill_seconds": phases["prefill"],
             "round_ms": {name: 1000 * seconds / stats.rounds for name, seconds in spent.items()},
             "not_forward": 1 - (spent["draft"] + spent["verify"]) / sum(spent.values()),
         }

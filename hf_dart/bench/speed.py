@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from hf_dart.bench.baselines import COMPILED, takes
-from hf_dart.bench.exact import Difference, Run, compare, differences, run
+from hf_dart.bench.exact import Difference, Run, compare, differences, one_thread, run
 from hf_dart.bench.pair import Pair
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.hub.tables import STOCK, Verdict
@@ -50,7 +50,7 @@ class Settings:
 
 @dataclass
 class Measurement:
-    """One method in one mode at one batch size."""
+    """One method in one mode at one batch size; where one thread computes all, times are its processor time."""
 
     batch: int
     mode: str
@@ -64,7 +64,15 @@ class Measurement:
     @property
     def seconds(self) -> list[float]:
         """Time of each repeat, over all prompts; whole `generate` calls, prefill included."""
-        return [sum(done.seconds for done in repeat) for repeat in self.runs]
+        return [sum(self._own(done.processor_seconds, done.seconds) for done in repeat) for repeat in self.runs]
+
+    @property
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase of the drafter, over all repeats."""
+        return self._own(self.stats.processor_seconds, self.stats.seconds)
+
+    def _own(self, processor: T, wall: T) -> T:
+        return processor if one_thread(self.runs[0][0].model.device) else wall
 
     @property
     def written(self) -> list[list[int]]:

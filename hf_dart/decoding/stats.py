@@ -19,7 +19,7 @@ PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 
 # Other programs and threads take no part in it, so that costs measured on a busy machine hold. Windows counts in
 # steps of 16 ms, which are longer than a round.
-_processor_time = perf_counter if sys.platform == "win32" else thread_time
+processor_time = perf_counter if sys.platform == "win32" else thread_time
 
 _PAGE = Path(__file__).with_name("stats.html")
 _COUNTS = ("rounds", "plain_rounds", "paused_rounds", "row_rounds", "tokens", "drafted")
@@ -121,12 +121,11 @@ class DraftStats:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time spent inside to `seconds[name]` and `processor_seconds[name]`."""
-        start, processor_start = perf_counter(), _processor_time()
+        start, processor_start = perf_counter(), processor_time()
         try:
             yield
         finally:
-            self._spend(name, perf_counter() - start)
-            self.processor_seconds[name] += _processor_time() - processor_start
+            self._spend(name, perf_counter() - start, processor_time() - processor_start)
 
     def count(self, emitted: list[int], limits: list[int], nodes: int, drafted: bool = True) -> None:
         """Add one round to the counts: the tokens of each row, of which all but the last were drafted.
@@ -152,10 +151,11 @@ class DraftStats:
         self._accept(other.accepted_per_depth)
         self.committed += other.committed
         for name, seconds in other.seconds.items():
-            self._spend(name, seconds)
+            self._spend(name, seconds, other.processor_seconds[name])
 
-    def _spend(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    def _spend(self, name: str, seconds: float, processor_seconds: float) -> None:
+        self.seconds[name] += seconds
+        self.processor_seconds[name] += processor_seconds
 
     def _accept(self, per_depth: list[int]) -> None:
         self.accepted_per_depth += [0] * (len(per_depth) - len(self.accepted_per_depth))

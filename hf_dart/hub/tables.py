@@ -53,9 +53,14 @@ def headline(about: dict[str, Any]) -> str:
     return (
         f"{about['target']} ({about['target_parameters'] / 1e6:.1f} M parameters), {about['head']} "
         f"({about['head_parameters'] / 1e6:.1f} M), {about['dtype']}, {about['hardware']}, "
-        f"{about['threads']} thread{'s' * (about['threads'] != 1)}; "
+        f"{about['threads']} thread{'s' * (about['threads'] != 1)}{_clock(about)}; "
         + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     )
+
+
+def _clock(about: dict[str, Any]) -> str:
+    """Say that times are the thread's own, where they are; nothing for wall time, and for reports that do not say."""
+    return "'s processor time" if about.get("clock") == "processor time" else ""
 
 
 def as_table(report: dict[str, Any], phases: bool = True) -> str:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import pytest
 import torch
 from support.sentences import assert_command_says
+from torch import Tensor
+from transformers import StoppingCriteria
 
-from hf_dart import DartHead, EagleDrafter
+from hf_dart import DartHead, EagleDrafter, LookupDrafter
+from hf_dart.bench import speed
 from hf_dart.bench.baselines import ASSISTED, COMPILED, LOOKUP, STOCK
+from hf_dart.bench.pair import load_pair
 from hf_dart.cli import main
 from hf_dart.hub.loading import PACKAGED_TARGET, load_target
 from hf_dart.hub.tables import OURS, as_table, by_category, labels
@@ -58,6 +63,7 @@ def test_every_method_takes_part(report: dict[str, Any]) -> None:
     assert report["settings"]["prompt_tokens"] == max(one["prompt_tokens"] for one in report["results"])
     assert (report["chat_template"], report["template_flags"]) == (None, {"enable_thinking": False})
     assert (report["dtype"], report["threads"]) == ("float32", torch.get_num_threads())
+    assert report["clock"] == ("processor time" if torch.get_num_threads() == 1 else "wall time")
     assert report["command"].startswith("hf-dart bench --smoke")
     assert set(report["versions"]) == {"python", "hf-dart", "torch", "transformers"}
 
@@ -90,6 +96,20 @@ def test_figures_hang_together(report: dict[str, Any]) -> None:
             assert one["not_forward"] == pytest.approx(1 - forward / sum(one["round_ms"].values()))
     assert all("tau" not in one for one in stocks.values())
     assert any(one.get("tau", 0) > 1 for one in report["results"])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_only_work_is_counted_on_one_thread(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Waiting(StoppingCriteria):
+        def __call__(self, ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+            sleep(0.3)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    settings = speed.Settings(1, new_tokens=2, repeats=1)
+    mode = {"greedy": {"do_sample": False, "stopping_criteria": [Waiting()]}}
+    for one in speed.measure(load_pair(), [[1, 2, 3]], settings, {OURS: {"assistant": LookupDrafter()}}, mode):
+        assert (sum(one.seconds) > 0.6) == (threads == 2)
 
 
 def test_tables_of_one_bench_and_of_two(

@@ -132,7 +132,7 @@ def parted(
     model: Any, inputs: dict[str, Any], seed: int, options: dict[str, Any], stock: Run, ours: Run
 ) -> list[exact.Difference]:
     """Where rows differ first from stock's."""
-    runs = (exact.Run(model, inputs, options, seed, one.sequences, 0.0, one.state, None) for one in (stock, ours))
+    runs = (exact.Run(model, inputs, options, seed, one.sequences, 0.0, 0.0, one.state, None) for one in (stock, ours))
     return [one for one in exact.differences(*runs) if one is not None]
 
 
