@@ -27,6 +27,7 @@ from hf_dart.trees.costs import Array, RoundCost
 
 _PRIOR = 0.75  # chance that a draft is assumed to be right at a depth, if it was right above
 _TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay
+_COMPARED = 128  # drafts of a row beside copies over which what they add is counted; undrafted rounds until forgotten
 # Rounds of a pause; each one is longer by a factor. A trial in 320 rounds costs less than a hundredth of their tokens.
 _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 320, 4
 _LIKELY = 0.5  # tokens that copies are expected to bring where they may be what spares a draft
@@ -75,10 +76,28 @@ class PaceRecord:
     pauses: int = 0  # since drafts last paid
     rounds: int = 0  # drafted since the last pause
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
+    beside: tuple[float, float] = (_TRIAL, _TRIAL)  # tokens that drafts added beside copies, and that were expected
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
     draft_costs: tuple[float, ...] = ()  # of the last drafts, where they are timed
     looked: tuple[float, ...] = ()  # share of looking for copies in the time of the last rounds without a draft
     copy_counts: CopyCounts = field(default_factory=CopyCounts)  # how often copies were right
+
+
+@dataclass
+class _Compared:
+    """A drafted tree of one row that is compared with copies alone, as soon as the text shows how far they are right.
+
+    In a small tree drafted nodes stand in the place of copied ones, so that it may bring less than those.
+    """
+
+    row: int
+    weight: float  # in rows of equal weight
+    expected: float  # tokens that the draft was expected to add
+    copies: Copies
+    nodes: int  # of the copies that would have been verified
+    limit: int  # tokens that the round could have emitted
+    emitted: int  # that it did emit
+    came: list[int] = field(default_factory=list)  # those, and what came after them
 
 
 class Pace:
@@ -108,6 +127,8 @@ class Pace:
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copies] = ()
         self._alone = 0  # copied nodes that a round without a draft would verify
+        self._expects: list[float] = []  # tokens that a draft would add to each row
+        self._compared: list[_Compared] = []  # drafted trees that wait for the text
         self._prior = np.full(depth, _PRIOR)
         kinds: dict[Any, PaceRecord] = records or {}
         self._records, self._kind = records, ((*kind[:1], depth, len(self._filled)), kind[1:])
@@ -118,9 +139,8 @@ class Pace:
         self._record = copy.deepcopy(own or next(alike, new))
         if own is None:
             like = self._record
-            self._record = PaceRecord(
-                none, none, like.correction, like.timed, looked=like.looked, draft_costs=like.draft_costs
-            )
+            kept = {name: getattr(like, name) for name in ("beside", "looked", "draft_costs")}
+            self._record = PaceRecord(none, none, like.correction, like.timed, **kept)
             self._try(like.chances)
         self._read_corrections()
 
@@ -175,14 +195,19 @@ class Pace:
         if not chooses:
             return not self._chooses, copies
         cost = self._cost_of_drafting()
-        rows = zip(weights, copies, deepest, strict=True)
-        added = sum(weight * self._expected(one, most) for weight, one, most in rows if weight)
+        self._expects = [self._expected(one, most) for one, most in zip(copies, deepest, strict=True)]
+        beside = max(record.beside[0] / record.beside[1], 0.0)
+        rows = zip(weights, copies, self._expects, strict=True)
+        added = sum(weight * more * (beside if self._alone and one else 1.0) for weight, one, more in rows)
         # The first drafts of a process take longer than others; what adds little is not timed that often.
         costs = record.draft_costs
         unknown = "draft_cost" in self._timed and len(costs) < _TIMED_DRAFTS and not record.pauses
         unknown &= len(costs) < _TIMED_DRAFTS // 3 or added >= min(1.0, *costs)
         trial = (unknown or not record.rounds) and not likely
         drafted = trial or added >= cost * tokens / self._copies_cost
+        if self._alone and not drafted:
+            came, expected = (known + (_TRIAL - known) / _COMPARED for known in record.beside)
+            record.beside = came, expected
         if not (drafted or likely) and self._drafts_bring() < cost:  # drafts pay in no other rounds
             record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
             record.pauses += 1
@@ -206,13 +231,19 @@ class Pace:
             self._time(drafted, nodes, levels, seconds)
         if not self._chooses:
             return
+        rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
+        for row, one in enumerate(self._copies) if drafted and self._alone else ():
+            if weights[row] and one:
+                more, limit = self._expects[row], limits[row]
+                new = _Compared(row, weights[row] * rows, more, one, self._alone, limit, emitted[row])
+                self._compared.append(new)
+        self._compared = [one for one in self._compared if not self._compare(one, tokens[one.row])]
         if record.left:
             record.left -= 1
             if not record.left:
                 self._try(self._prior)
         if not drafted:
             return
-        rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
         for row, weight in enumerate(weights):
             right = self._copies[row].accepted(tokens[row], self._alone)
             if weight and right is not None:
@@ -265,6 +296,17 @@ class Pace:
     def _drafts_bring(self) -> float:
         """Tokens that a draft is expected to add where there are no copies."""
         return self._expected(NOTHING, self._depth)
+
+    def _compare(self, one: _Compared, tokens: Sequence[int]) -> bool:
+        """Compare a drafted tree with copies alone; return False if they may be right beyond the `tokens` that came."""
+        one.came += tokens
+        right = one.copies.accepted(one.came, one.nodes)
+        if right is None:
+            return False
+        came, expected = (known * (1 - one.weight / _COMPARED) for known in self._record.beside)
+        more = one.emitted - min(right + 1, one.limit)
+        self._record.beside = came + one.weight * more, expected + one.weight * one.expected
+        return True
 
     def _learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:
         """Learn what was `accepted` of a row's tree, which could have been `deepest` deep; `weight` is in drafts.

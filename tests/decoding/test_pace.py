@@ -91,6 +91,23 @@ def test_copies_that_suffice_are_not_drafted_beside() -> None:
     assert play(free, brings, 6, [LOOP], [0]), "what costs nothing is always worth it"
 
 
+@pytest.mark.parametrize(("token", "goes_on"), [(7, False), (8, True)])
+def test_drafts_in_the_place_of_copies_that_are_right_stop(token: int, goes_on: bool) -> None:
+    """What copies alone would have brought is known once the text has come; 7s come."""
+    pace, copy = pace_of(TreeConfig(draft_cost=0.1, node_cost=0.01)), chain_of([token] * 4, log(0.6))
+    played = [play(pace, {True: [2], False: [5]}, 6, [copy], [0]) for _ in range(60)]
+    assert all(played[:2])
+    assert all(played) if goes_on else not any(played[12:])
+    assert play(pace, {True: [2], False: [1]}, 6, [NOTHING], [0]), "where nothing is copied drafts go on"
+
+
+def test_drafts_beside_copies_are_tried_again() -> None:
+    pace, copy = pace_of(TreeConfig(draft_cost=0.1, node_cost=0.01)), chain_of([7] * 4, log(0.6))
+    found = runs([play(pace, {True: [2], False: [5]}, 6, [copy], [0]) for _ in range(1000)])
+    assert found[1][1] > 50
+    assert 2 < len(found) < 20
+
+
 def test_a_batch_is_drafted_for_the_rows_that_need_it() -> None:
     """One row in a loop spares no draft that three others need; rows that are far ahead count for nothing."""
     brings = {True: [9, 3, 3, 3], False: [9, 1, 1, 1]}
