@@ -72,7 +72,7 @@ def attach(
     if learner is not None:
         if drafter is None:
             raise ValueError("learner= trains the drafter; give both: attach(model, drafter, learner=learner).")
-        if not callable(getattr(learner, "attach", None)):
+        if isinstance(learner, type) or not callable(getattr(learner, "attach", None)):
             raise TypeError(f"learner= takes a hf_dart.Learner, not {type(learner).__name__}.")
         learner.attach(drafter)
     try:
@@ -289,6 +289,9 @@ def _refuse_other(drafter: Any, target: Any) -> None:
     if isinstance(drafter, (str, PathLike)):
         path = str(drafter)
         raise TypeError(f"assistant= takes a drafter, not a path; give load_drafter({path!r}, target=model).")
+    if isinstance(drafter, type):
+        name = drafter.__name__
+        raise TypeError(f"assistant= takes a drafter, not the class {name}; load one with {name}.from_pretrained.")
     if drafter is target:
         raise TypeError("assistant= is the target itself, which cannot be its own draft; give a smaller drafter.")
     if not isinstance(drafter, Drafter):

@@ -26,6 +26,11 @@ def unwrapped(model: Any) -> Any:
         base = getattr(model, "get_base_model", lambda: None)
         inner = getattr(model, "_orig_mod", None) or base()
         if inner is None or inner is model:
+            if not hasattr(model, "generate"):
+                raise TypeError(
+                    f"{type(model).__name__} generates no text; give the model of transformers inside it (`.module` of "
+                    "DataParallel)."
+                )
             return model
         model = inner
 
