@@ -31,7 +31,7 @@ import torch
 
 from hf_dart import DartHead, Learner, TreeConfig, attach
 from hf_dart.bench.pair import load_pair
-from hf_dart.cli.demo_learning import TREE, fine_tune, header_tokens
+from hf_dart.cli.demo_learning import PIECE, TREE, fine_tune, header_tokens
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.hub.machine import circumstances
 from hf_dart.learning import student
@@ -41,14 +41,14 @@ PROMPT = 64  # tokens
 OF_THE_CARDS = ("peft", "httpx", "_pytest")  # files that other figures of the packaged pair are of
 
 
-def python_tokens(tokenizer: Any, length: int = 128) -> list[list[int]]:
+def python_tokens(tokenizer: Any) -> list[list[int]]:
     """Pieces of Python files, as `header_tokens` cuts headers."""
     root = Path(sysconfig.get_path("purelib"))
     files = sorted(file for file in root.rglob("*.py") if not set(file.parts) & {*OF_THE_CARDS})
     random.Random(0).shuffle(files)
     texts = (file.read_text(encoding="utf8", errors="replace")[:8000] for file in files[:1500])
     tokens = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
-    return [ids[length : 2 * length] for ids in tokens if len(ids) >= 2 * length]
+    return [ids[PIECE : 2 * PIECE] for ids in tokens if len(ids) >= 2 * PIECE]
 
 
 def drafted(model: Any, head: Any, prompts: list[list[int]], number: int, new: int, nodes: int) -> DraftStats:

@@ -21,6 +21,7 @@ TREE: dict[str, Any] = {"nodes": 24, "depth": 4, "top_k": 24, "lookup": 0}
 """Every round has a tree of one size, whether that pays here or not: what changes is the head alone."""
 _TUNING, _SERVING = 20.0, 30.0  # seconds
 _ROWS, _NEW = 8, 64  # texts that are written at a time, and tokens of each
+PIECE = 128  # tokens of a text
 
 
 def demo(pair: Pair, show: Callable[[str], object] = print) -> bool:
@@ -72,13 +73,13 @@ def served(pair: Pair, prompts: list[list[int]], seed: int = 0, new_tokens: int 
     return found
 
 
-def header_tokens(tokenizer: Any, length: int = 128) -> list[list[int]]:
-    """Pieces of the C++ headers of PyTorch, of so many tokens, each of another file, in an order of their own."""
+def header_tokens(tokenizer: Any) -> list[list[int]]:
+    """Pieces of the C++ headers of PyTorch, of `PIECE` tokens, each of another file, in an order of their own."""
     files = sorted(Path(sysconfig.get_path("purelib"), "torch", "include").rglob("*.h"))
     random.Random(0).shuffle(files)
     texts = (file.read_text(encoding="utf8", errors="replace")[:8000] for file in files[:800])
     tokens = (tokenizer(text, verbose=False)["input_ids"] for text in texts)
-    pieces = [ids[length : 2 * length] for ids in tokens if len(ids) >= 2 * length]  # licences stand in front
+    pieces = [ids[PIECE : 2 * PIECE] for ids in tokens if len(ids) >= 2 * PIECE]  # licences stand in front
     if len(pieces) < 200:
         raise UserError("The demo fine-tunes on the C++ headers of PyTorch, which are not installed here.")
     return pieces
