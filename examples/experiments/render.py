@@ -1,6 +1,6 @@
 """Tables in Markdown files and the plots beside their JSON, made again from it.
 
-python examples/experiments/render.py README.md docs/measured.md model_cards/*/README.md
+python examples/experiments/render.py README.md docs/measured.md model_cards/demo_pair/README.md
 """
 
 from __future__ import annotations
