@@ -35,7 +35,10 @@ def test_pages_show_what_the_committed_json_says(page: str, bench: Path, part: s
     assert RENDER.render_tables(text, file.parent) == text
 
 
-@pytest.mark.parametrize("card", sorted((ROOT / "model_cards").glob("*/README.md")), ids=lambda card: card.parent.name)
+CARDS = [*sorted((ROOT / "model_cards").glob("*/README.md")), ROOT / "docs" / "without_a_head.md"]
+
+
+@pytest.mark.parametrize("card", CARDS, ids=lambda card: card.parent.name)
 def test_cards_show_what_their_json_says(card: Path) -> None:
     text = card.read_text(encoding="utf8")
     assert RENDER.render_tables(text, card.parent) == text
