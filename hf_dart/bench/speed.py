@@ -15,9 +15,11 @@ from tqdm import tqdm
 from hf_dart.bench.baselines import COMPILED, takes
 from hf_dart.bench.exact import Difference, Run, compare, differences, one_thread, run
 from hf_dart.bench.pair import Pair
+from hf_dart.decoding.request import FILL
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.hub.tables import STOCK, Verdict
 from hf_dart.models.tokenizers import end_tokens
+from hf_dart.models.trial import check_verification
 
 T = TypeVar("T")
 
@@ -128,6 +130,10 @@ def measure(
         ]
         for batch in settings.batches
     }
+    for inputs in chain.from_iterable(groups.values()) if any(one.ours for one in measurements) else ():
+        mask = inputs["attention_mask"]
+        # What such a call has to try first, once per process, is not timed.
+        check_verification(pair.model, mask.shape[1] + settings.new_tokens, FILL, len(mask), bool((mask == 0).any()))
     plan: list[tuple[Measurement, dict[str, Tensor], int, int | None]] = []
     for one in measurements:
         one.runs = [[] for _ in range(settings.repeats)]
