@@ -26,7 +26,7 @@ from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies, best_si
 from hf_dart.trees.costs import Array, RoundCost
 
 _PRIOR = 0.75  # chance that a draft is assumed to be right at a depth, if it was right above
-_TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay
+_TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay; half as many after a pause, then a quarter
 _COMPARED = 128  # drafts of a row beside copies over which what they add is counted; undrafted rounds until forgotten
 # Rounds of a pause; each one is longer by a factor. A trial in 320 rounds costs less than a hundredth of their tokens.
 _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 320, 4
@@ -325,8 +325,8 @@ class Pace:
         record = self._record
         record.rounds, record.added, record.chances = 0, 0.0, chances.copy()
         # After n rejected drafts, n * cost tokens are lost, and the estimate is down to prior * count / (count + n).
-        prior, cost = self._drafts_bring(), self._cost_of_drafting()
-        record.counts = np.full(self._depth, min(_TRIAL / max(prior - cost, prior / 4, 1e-9), _MEMORY))
+        prior, cost, loss = self._drafts_bring(), self._cost_of_drafting(), _TRIAL / 2 ** min(record.pauses, 2)
+        record.counts = np.full(self._depth, min(loss / max(prior - cost, prior / 4, 1e-9), _MEMORY))
 
     def fill_up(self, size_of: Callable[[int], int] | None) -> None:
         """Count rounds by the size that trees of so many nodes are filled up to; None: they are run as they are."""
