@@ -34,7 +34,7 @@ def _run(arguments: argparse.Namespace) -> int:
         refuse_target(AutoModelForCausalLM.from_config(config).eval())
     print("fits: as far as its config says; a trial makes sure when it is attached")
     if any(getattr(text, field, None) for field in FIELDS):
-        print("of its own: a multi-token prediction module, if its weights have one: MtpDrafter.from_pretrained")
+        print("of its own: a multi-token prediction module, if its weights have one: MtpDrafter.from_target(model)")
     known, drafters = published_drafters(config)
     if drafters:
         date, same = published_table()["date"], known.rpartition("/")[2] == path.rpartition("/")[2]
