@@ -26,9 +26,9 @@ def unwrapped(model: Any) -> Any:
         base = getattr(model, "get_base_model", lambda: None)
         inner = getattr(model, "_orig_mod", None) or base()
         if inner is None or inner is model:
-            if not hasattr(model, "generate"):
+            if not hasattr(model, "config"):
                 raise TypeError(
-                    f"{type(model).__name__} generates no text; give the model of transformers inside it (`.module` of "
+                    f"{type(model).__name__} is no model of transformers; give the one inside it (`.module` of "
                     "DataParallel)."
                 )
             return model

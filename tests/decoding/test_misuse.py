@@ -66,7 +66,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "a wrapped target": (
         lambda model, head, run: attach(torch.nn.DataParallel(model), head),
-        "DataParallel generates no text; give the model of transformers inside it",
+        "DataParallel is no model of transformers; give the one inside it",
     ),
     "a small model as the drafter": (called(assistant=tiny_target("qwen3")), "assistant_model="),
     "a path as the default drafter": (lambda model, _, run: attach(model, cast(Any, Path(run))), "give load_drafter"),
