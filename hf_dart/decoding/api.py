@@ -72,7 +72,7 @@ def attach(
     if learner is not None:
         if drafter is None:
             raise ValueError("learner= trains the drafter; give both: attach(model, drafter, learner=learner).")
-        if isinstance(learner, type) or not callable(getattr(learner, "attach", None)):
+        if not callable(getattr(learner, "attach", None)):
             raise TypeError(f"learner= takes a hf_dart.Learner, not {type(learner).__name__}.")
         learner.attach(drafter)
     try:

@@ -232,23 +232,23 @@ class Pace:
         if not self._chooses:
             return
         rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
-        for row, one in enumerate(self._copies) if drafted and self._alone else ():
-            if weights[row] and one:
-                more, limit = self._expects[row], limits[row]
-                new = _Compared(row, weights[row] * rows, more, one, self._alone, limit, emitted[row])
-                self._compared.append(new)
-        self._compared = [one for one in self._compared if not self._compare(one, tokens[one.row])]
+        waiting, self._compared = self._compared, []
+        for one in waiting:
+            self._compare(one, tokens[one.row])
         if record.left:
             record.left -= 1
             if not record.left:
                 self._try(self._prior)
         if not drafted:
             return
-        for row, weight in enumerate(weights):
-            right = self._copies[row].accepted(tokens[row], self._alone)
-            if weight and right is not None:
-                most = min(self._depth, limits[row] - 1)
-                self._learn(weight * rows, right, emitted[row] - 1, most)
+        for row, share in enumerate(weights):
+            if share:
+                weight, copies, limit, more = share * rows, self._copies[row], limits[row], self._expects[row]
+                one = _Compared(row, weight, more, copies, self._alone, limit, emitted[row])
+                right = self._compare(one, tokens[row])
+                if right is not None:
+                    most = min(self._depth, limits[row] - 1)
+                    self._learn(weight, right, emitted[row] - 1, most)
         record.rounds += 1
         added = self.cost(drafted=False).of(nodes, levels) - self._copies_cost
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
@@ -297,16 +297,17 @@ class Pace:
         """Tokens that a draft is expected to add where there are no copies."""
         return self._expected(NOTHING, self._depth)
 
-    def _compare(self, one: _Compared, tokens: Sequence[int]) -> bool:
-        """Compare a drafted tree with copies alone; return False if they may be right beyond the `tokens` that came."""
+    def _compare(self, one: _Compared, tokens: Sequence[int]) -> int | None:
+        """Compare a drafted tree with copies alone; return how many of these were right, None if that is still open."""
         one.came += tokens
         right = one.copies.accepted(one.came, one.nodes)
         if right is None:
-            return False
-        came, expected = (known * (1 - one.weight / _COMPARED) for known in self._record.beside)
-        more = one.emitted - min(right + 1, one.limit)
-        self._record.beside = came + one.weight * more, expected + one.weight * one.expected
-        return True
+            self._compared.append(one)
+        elif one.nodes and one.copies:
+            came, expected = (known * (1 - one.weight / _COMPARED) for known in self._record.beside)
+            more = one.emitted - min(right + 1, one.limit)
+            self._record.beside = came + one.weight * more, expected + one.weight * one.expected
+        return right
 
     def _learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:
         """Learn what was `accepted` of a row's tree, which could have been `deepest` deep; `weight` is in drafts.
@@ -335,8 +336,8 @@ class Pace:
         self._read_corrections()
 
     def leave_out(self) -> None:
-        """Take no time of the round that is under way, in which something was compiled."""
-        self._left_out = True
+        """Take no time of the round that is under way, in which something was compiled, and wait for no text of it."""
+        self._left_out, self._compared = True, []
 
     def _time(self, drafted: bool, nodes: int, levels: int, seconds: Mapping[str, float]) -> None:
         """Measure a round: its draft relative to the rest of it, and that rest relative to those of other sizes.

@@ -101,6 +101,20 @@ def test_drafts_in_the_place_of_copies_that_are_right_stop(token: int, goes_on: 
     assert play(pace, {True: [2], False: [1]}, 6, [NOTHING], [0]), "where nothing is copied drafts go on"
 
 
+def test_drafts_are_not_compared_with_text_that_has_a_gap() -> None:
+    """Rounds beside other calls are counted elsewhere."""
+    found = []
+    for left_out in (True, False):
+        pace = pace_of(TreeConfig(draft_cost=0.1, node_cost=0.01))
+        assert play(pace, {True: [2]}, 6, [chain_of([7] * 4, log(0.6))], [0])
+        before = pace._record.beside
+        if left_out:
+            pace.leave_out()
+        pace.count(False, [[5]], [50], 1, 0, {})
+        found.append(pace._record.beside == before)
+    assert found == [True, False]
+
+
 def test_drafts_beside_copies_are_tried_again() -> None:
     pace, copy = pace_of(TreeConfig(draft_cost=0.1, node_cost=0.01)), chain_of([7] * 4, log(0.6))
     found = runs([play(pace, {True: [2], False: [5]}, 6, [copy], [0]) for _ in range(1000)])
