@@ -36,15 +36,14 @@ def read_assistant(content: dict[str, Any]) -> Any:
     family = _FAMILIES[fields.choice("model_type", tuple(_FAMILIES))]
     layer = fields.part("text_config")
     layer.integer("num_hidden_layers", 1, 64)
-    text, own = ({name: part.given(name) for name in names} for part, names in ((layer, _TEXT), (fields, _OWN)))
-    for part in (layer, fields):
-        part.finish(HARMLESS | _REMARKS)
+    text = {name: layer.given(name) for name in _TEXT if name in layer}
+    own = {name: fields.given(name) for name in _OWN if name in fields}
+    layer.finish(HARMLESS | _REMARKS)
+    fields.finish(HARMLESS | _REMARKS)
     with refused("The config.json of this Gemma 4 assistant", "fetch it again, or use a newer transformers"):
         transformers = import_module("transformers")
-        made = getattr(transformers, f"{family}TextConfig")(**{name: text[name] for name in _TEXT if name in layer})
-        config = getattr(transformers, f"{family}AssistantConfig")(
-            text_config=made, **{name: own[name] for name in _OWN if name in fields}
-        )
+        made = getattr(transformers, f"{family}TextConfig")(**text)
+        config = getattr(transformers, f"{family}AssistantConfig")(text_config=made, **own)
         clusters = config.num_centroids
         if config.use_ordered_embeddings and (
             made.vocab_size % clusters or not 0 < config.centroid_intermediate_top_k <= clusters

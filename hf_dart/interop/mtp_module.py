@@ -18,6 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
+from transformers.modeling_layers import MtpModel
 
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import head_config, weight_files
@@ -27,7 +28,6 @@ from hf_dart.models.features import lm_head_of
 
 FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Names of the number of modules in configs."""
-
 
 _MIMO, _MIMO_V2 = re.compile(r"(^|\.)mtp_layers\.0\."), re.compile(r"(^|\.)mtp\.layers\.0\.eh_proj\.")
 # After MtpModel's own renamings, which take "model." and "mtp." off and put the parts of a layer into its mtp_block.
@@ -114,10 +114,6 @@ class _WithModules:
 
 def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
     """Load transformers' `MtpModel` of one layer from a checkpoint: the target's, or that of a head of speculators."""
-    try:
-        from transformers.modeling_layers import MtpModel
-    except ImportError as error:
-        raise ValueError("This transformers has no multi-token prediction modules; install a newer one.") from error
     content, _ = head_config(path, **where)
     files = weight_files(path, f"{path} holds no weights (model.safetensors); give the target's checkpoint.", **where)
     shapes = weight_shapes(files, path)  # all headers, before anything is read
