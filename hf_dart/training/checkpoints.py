@@ -10,7 +10,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedModel, Trainer, TrainerState
@@ -19,11 +18,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from hf_dart.drafters.adapters import reread
-from hf_dart.errors import sentence
+from hf_dart.hub.checkpoint import refused
 from hf_dart.hub.download import ADAPTER_CONFIG
 
 _ADAPTER = ("r", "lora_alpha", "lora_dropout", "use_rslora")  # what the names and shapes of weights do not tell
 _BEGUN_WITH = "resume with the options that the run was begun with (its recipe.yaml)"
+_REMEDY = f"{_BEGUN_WITH}, or from another"
 
 
 class Patience(EarlyStoppingCallback):
@@ -71,7 +71,7 @@ class WholeCheckpoints(Trainer):
             super()._run_epoch(**kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with _readable(checkpoint):
+        with refused(f"The checkpoint {checkpoint}", _REMEDY):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
@@ -79,7 +79,7 @@ class WholeCheckpoints(Trainer):
         if self.drafter.adapted:
             reread(self.drafter, resume_from_checkpoint)
         else:
-            with _readable(resume_from_checkpoint):
+            with refused(f"The checkpoint {resume_from_checkpoint}", _REMEDY):
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
@@ -141,7 +141,7 @@ def check_checkpoint(checkpoint: str | Path, drafter: Any, sharded: bool = False
         raise ValueError(f"{folder} holds {held} and this run trains {trained}; {_BEGUN_WITH}.")
     made = drafter.config
     names = {one.name for one in fields(made)} - {one.name for one in fields(PreTrainedConfig)} - {"fingerprint"}
-    with _readable(folder):
+    with refused(f"The checkpoint {folder}", _REMEDY):
         TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
         known = {"model_type": None, **json.loads((folder / CONFIG_NAME).read_text(encoding="utf8"))}
         if known["model_type"] == made.model_type:
@@ -149,7 +149,7 @@ def check_checkpoint(checkpoint: str | Path, drafter: Any, sharded: bool = False
     own = made.to_dict()
     _compare(str(folder), known, own, ["model_type", *sorted(names & own.keys())])
     if drafter.adapted:
-        with _readable(folder):
+        with refused(f"The checkpoint {folder}", _REMEDY):
             known = {**json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf8"))}
         own = drafter.peft_config[drafter.active_adapters()[0]].to_dict()
         _compare(f"The adapter in {folder}", known, own, _ADAPTER)
@@ -161,15 +161,3 @@ def _compare(what: str, known: dict[str, Any], own: dict[str, Any], names: Itera
         theirs, ours = known.get(name), own.get(name)
         if json.dumps(theirs, sort_keys=True) != json.dumps(ours, sort_keys=True):  # tuples come back as lists
             raise ValueError(f"{what} has {name}={theirs!r} and this run {ours!r}; {_BEGUN_WITH}.")
-
-
-@contextmanager
-def _readable(checkpoint: str | Path | None) -> Iterator[None]:
-    """Put what goes wrong while a checkpoint is read into one sentence, but a lack of memory."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever torch, safetensors, json and transformers raise of a damaged or foreign file
-        said = sentence(error).rstrip(".")
-        raise ValueError(f"{checkpoint} cannot be resumed ({said}); {_BEGUN_WITH}, or from another.") from error

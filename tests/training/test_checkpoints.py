@@ -143,7 +143,7 @@ def test_what_is_damaged_is_refused(run: Path, name: str) -> None:
     trainer = trainer_of(run / "on", head)
     file = checkpoint / name
     content = file.read_bytes()
-    says = r"cannot be resumed \(.*\); resume with"
+    says = r"cannot be read \(.*\); resume with"
     if name == "adapter_model.safetensors":
         says = "adapter.checkpoint-2 are truncated"
     for other in (b"", b"\0" * len(content), b"[]", content[: len(content) // 2]):
