@@ -59,7 +59,7 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
         if hasattr(train_rows, "__getitem__"):  # else a stream: rows of all sources alike
             some = (train_rows[int(i)] for i in np.random.default_rng(0).permutation(len(train_rows))[:_COUNTED])
         counts = token_counts(some, head.config.vocab_size)
-        head.reduce_vocabulary(frequent_tokens(counts, size, head.config.vocab_size, always))
+        head.reduce_vocabulary(frequent_tokens(counts, size, always))
         covered = int(counts[head.draft_vocabulary].sum()) / max(int(counts.sum()), 1)
         if args.should_log:
             say(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the text that is learned.")

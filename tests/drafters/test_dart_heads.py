@@ -160,11 +160,12 @@ def test_frequent_tokens_are_counted() -> None:
         {"input_ids": torch.tensor([5, 5, 5, 2, 9, 9]), "documents": torch.tensor([0, 0, 1, 1, -1, -1])},
         {"input_ids": [7, 2, 5]},
     ]
-    assert frequent_tokens(rows, 3, 12).tolist() == [2, 5, 7]
-    assert frequent_tokens(rows, 3, 12, always=[11]).tolist() == [2, 5, 11]
+    counts = token_counts(rows, 12)
+    assert frequent_tokens(counts, 3).tolist() == [2, 5, 7]
+    assert frequent_tokens(counts, 3, always=[11]).tolist() == [2, 5, 11]
     learned = [{**rows[0], "loss_mask": torch.tensor([0, 0, 1, 1, 1, 1]).bool()}]
     assert token_counts(learned, 12).nonzero().flatten().tolist() == [2, 5]
-    refused(lambda: frequent_tokens(rows, 13, 12), ValueError, "size is 13")
+    refused(lambda: frequent_tokens(counts, 13), ValueError, "size is 13")
 
 
 # ---- mask slots -------------------------------------------------------------------------------------------

@@ -21,22 +21,17 @@ def token_counts(rows: Iterable[dict[str, Any]], vocab_size: int) -> Tensor:
     return counts
 
 
-def frequent_tokens(
-    rows: Iterable[dict[str, Any]] | Tensor, size: int, vocab_size: int, always: Sequence[int] = ()
-) -> Tensor:
-    """Return the `size` tokens that occur most often in `rows`, ascending; what `reduce_vocabulary` takes.
+def frequent_tokens(counts: Tensor, size: int, always: Sequence[int] = ()) -> Tensor:
+    """Return the `size` tokens that occur most often by their `counts` [V], ascending; what `reduce_vocabulary` takes.
 
-    Args:
-        rows: as for `token_counts`, or what it has counted [V].
-        size, vocab_size: M, and V of the target.
-        always: tokens to take in whatever their count, such as end and padding tokens.
+    `always` are tokens to take in whatever their count, such as end and padding tokens.
 
     Raises:
-        ValueError: M is out of range.
+        ValueError: there are fewer tokens, or more that are always taken in.
     """
-    if not len(set(always)) < size <= vocab_size:
-        raise ValueError(f"size is {size}; give {len(set(always)) + 1} to {vocab_size} tokens.")
-    counts = rows.clone() if isinstance(rows, Tensor) else token_counts(rows, vocab_size)
+    if not len(set(always)) < size <= len(counts):
+        raise ValueError(f"size is {size}; give {len(set(always)) + 1} to {len(counts)} tokens.")
+    counts = counts.clone()
     counts[list(always)] = torch.iinfo(torch.long).max
     # Among equals the smaller id: in byte-pair vocabularies it was merged earlier.
     return counts.argsort(descending=True, stable=True)[:size].sort().values
