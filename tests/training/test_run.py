@@ -176,7 +176,7 @@ def test_mistakes_get_one_sentence_and_write_nothing(
         (["--max_step", "3"], "did you mean 'max_steps'?"),
         (["--max_steps", "ten"], "invalid int value: 'ten'"),
         (["--loss", "mse"], "one of dart, left_to_right"),
-        (["--include_num_input_tokens_seen", "some"], "give one of non_padding, all, no"),
+        (["--include_num_input_tokens_seen", "some"], "invalid choice: 'some'"),
         (["more.yaml"], "'more.yaml' belongs to no option"),
         (["--quantization", "4bit"], "give a JSON object"),
         (["--head", "./nowhere"], "draft_length shapes a new head"),

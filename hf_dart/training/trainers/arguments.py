@@ -13,8 +13,6 @@ from hf_dart.errors import check_fields
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.options import option
 
-_COUNTED = ("non_padding", "all", "no")
-
 
 @dataclass
 class TargetArguments:
@@ -106,7 +104,9 @@ class DrafterTrainingArguments(TrainingArguments):
     )
     metric_for_best_model: str | None = option(None, "tau (default with early stopping), tau_sampled, loss, ...")
     # In transformers a word or a boolean, of which the command line would take the boolean alone.
-    include_num_input_tokens_seen: str = option("non_padding", f"log how many tokens were read: {', '.join(_COUNTED)}")
+    include_num_input_tokens_seen: Literal["non_padding", "all", "no"] = option(
+        "non_padding", "log how many tokens were read"
+    )
     # The rows hold what the target needs, not what the drafter's forward is called with.
     remove_unused_columns: bool = option(False, "leave at False")
 
@@ -117,15 +117,13 @@ class DrafterTrainingArguments(TrainingArguments):
         if self.early_stopping_patience is not None:
             self.metric_for_best_model = self.metric_for_best_model or "tau"
             self.load_best_model_at_end = True
-        counted = str(self.include_num_input_tokens_seen).lower()
-        self.include_num_input_tokens_seen = {"true": "all", "false": "no"}.get(counted, counted)
         sharded = str(self.__dict__["fsdp"]).lower()
         if sharded in ("true", "false"):  # in a recipe it is a word
             self.__dict__["fsdp"] = sharded == "true"
         super().__post_init__()
         ones = ("anchors_per_row", "decode_prompt_tokens", "early_stopping_patience", "gradient_accumulation_steps")
         least = {**dict.fromkeys(ones, 1), "decode_prompts": 0, "loss_chunk": 0}
-        check_fields(self, least=least, choices={"loss": list(PRESETS), "include_num_input_tokens_seen": _COUNTED})
+        check_fields(self, least=least, choices={"loss": list(PRESETS)})
         _ = self.objective  # raises if a field is out of range
 
     @property
