@@ -1,1 +1,1 @@
-"""Training text in the words of the target itself: written by the model or by a server."""
+"""Training text in the words of the target itself."""
