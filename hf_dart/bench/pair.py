@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_dart.errors import UserError, as_user_error, missing_folder
-from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD, check_path, load_target
+from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD, load_target
 
 
 class Pair(NamedTuple):
@@ -73,7 +73,6 @@ def target_of(head: str | None) -> str:
 
     if head in (None, PACKAGED) or Path(head).resolve() == PACKAGED_HEAD.resolve():
         return PACKAGED
-    check_path("head", head)
     with as_user_error(about=f"Cannot load the head {head!r}"):
         config, recipe = head_config(head)[0], (optional_json(head, TRAINING_RECORD) or {}).get("recipe")
         of_run = Path(head).parent / "recipe.yaml"  # names a local folder by its full path
@@ -84,7 +83,7 @@ def target_of(head: str | None) -> str:
         hub_id = "/" in named and not missing_folder(named)
         if named == PACKAGED or hub_id or Path(named).is_dir():
             return named
-    told = f"names {named!r}, which is not here" if named else "does not name its target"
+    told = f"names {named!r}, which is not here" if named else "holds no config.json that names its target"
     raise UserError(f"The head {head!r} {told}; give --target, the model that it was made for.")
 
 
@@ -111,7 +110,6 @@ def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -
     from hf_dart.decoding.load_drafter import load_drafter
 
     path = str(PACKAGED_HEAD) if path == PACKAGED else path
-    check_path("head", path)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):
         return load_drafter(path, target=model, tokenizer=tokenizer, **options)

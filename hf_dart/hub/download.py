@@ -82,12 +82,12 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     """
     refuse_options(where)
     if missing_folder(path):
-        raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
+        raise ValueError(f"There is no folder {path!r}; give the folder or the Hub repository of a drafter.")
     with hub_errors(path, **where):
         found = cached_file(path, "config.json", **where)
     if found is None:
         if inside := head_inside(path):
-            raise ValueError(f"The folder {path} holds no config.json; {inside}")
+            raise ValueError(f"The folder {path!r} holds no config.json; {inside}")
         return {}, None
     return read_json(Path(found)), None if Path(path).is_dir() else extract_commit_hash(str(found), None)
 

@@ -47,7 +47,11 @@ def load_target(
     dtype = dtype or ("float32" if path == str(PACKAGED_TARGET) else "auto")
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
-    check_path("target", path)
+    if missing_folder(path) or Path(path).is_file():
+        raise UserError(f"There is no folder {path!r}; give the target as a folder or a Hub id.")
+    if Path(path).is_dir() and not Path(path, "config.json").is_file():
+        remedy = head_inside(path) or "give the folder that the target was saved to."
+        raise UserError(f"The folder {path!r} holds no config.json; {remedy}")
     if device_map is not None:
         options["device_map"] = device_map
     revision = {"revision": options["revision"]} if "revision" in options and tokenizer is None else {}
@@ -55,14 +59,3 @@ def load_target(
     with as_user_error(Exception, about=f"Cannot load the target {path!r}"):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     return model, load_tokenizer(tokenizer or path, **revision)
-
-
-def check_path(what: str, path: str) -> None:
-    """Raise a `UserError` if `path` is no folder of a saved model and cannot be an id of the Hub; `what` names it."""
-    folder = Path(path)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            remedy = head_inside(folder) or f"give the folder that the {what} was saved to."
-            raise UserError(f"The folder {path!r} holds no config.json; {remedy}")
-    elif missing_folder(path) or folder.exists():
-        raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")
