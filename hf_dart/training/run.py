@@ -54,13 +54,7 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
     size = recipe.head.config().get("draft_vocab_size")
     if size is not None:
-        always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        some: Any = islice(train_rows, _COUNTED)
-        if hasattr(train_rows, "__getitem__"):  # else a stream: rows of all sources alike
-            some = (train_rows[int(i)] for i in np.random.default_rng(0).permutation(len(train_rows))[:_COUNTED])
-        counts = token_counts(some, head.config.vocab_size)
-        head.reduce_vocabulary(frequent_tokens(counts, size, always))
-        covered = int(counts[head.draft_vocabulary].sum()) / max(int(counts.sum()), 1)
+        covered = _reduce_vocabulary(head, size, train_rows, tokenizer.eos_token_id)
         if args.should_log:
             say(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the text that is learned.")
     head = apply_lora(head, recipe.lora)
@@ -82,6 +76,16 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
     if args.push_to_hub:
         trainer.push_to_hub(commit_message="Model save", revision=args.hub_revision)
     return final, metrics
+
+
+def _reduce_vocabulary(head: Any, size: int, rows: Any, eos: int | None) -> float:
+    """Let a head draft the `size` most frequent tokens of some rows; return their share of the text that is learned."""
+    some: Any = islice(rows, _COUNTED)
+    if hasattr(rows, "__getitem__"):  # else a stream: rows of all sources alike
+        some = (rows[int(i)] for i in np.random.default_rng(0).permutation(len(rows))[:_COUNTED])
+    counts = token_counts(some, head.config.vocab_size)
+    head.reduce_vocabulary(frequent_tokens(counts, size, always=[] if eos is None else [eos]))
+    return int(counts[head.draft_vocabulary].sum()) / max(int(counts.sum()), 1)
 
 
 def _evaluation(trainer: DrafterTrainer[Any]) -> dict[str, float]:
