@@ -76,7 +76,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.training.data.documents import datasets_library
     from hf_dart.training.data.sources import DataArguments
     from hf_dart.training.regenerate.sampling import Sampling
-    from hf_dart.training.regenerate.shards import begin, open_sources, regenerate
+    from hf_dart.training.regenerate.shards import keep_settings, open_sources, regenerate
     from hf_dart.training.regenerate.writer import RegenerateSettings
 
     with as_user_error():
@@ -96,7 +96,7 @@ def _run(arguments: argparse.Namespace) -> int:
         model, _ = load_target(arguments.target, arguments.dtype, device_map, **common.loading_options(arguments))
         head = None if arguments.head is None else load_head(arguments.head, model, tokenizer)
         name = arguments.target or "packaged target"
-        begin(
+        keep_settings(
             arguments.output,
             {
                 "target": Path(name).resolve().name if Path(name).is_dir() else name,

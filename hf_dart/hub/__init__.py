@@ -1,1 +1,1 @@
-"""Heads on the Hub: their cards, what is pushed, and what to say when something is not there."""
+"""Files of models, local or on the Hub: read strictly, loaded, described on cards and pushed."""

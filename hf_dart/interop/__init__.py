@@ -1,1 +1,1 @@
-"""Files of other projects, read and written: original DART checkpoints, n-gram tries, vLLM exports."""
+"""Files of other projects: published drafters and n-grams, which are read, and heads for vLLM, which are written."""

@@ -13,7 +13,7 @@ from hf_dart.training.options import option
 
 @dataclass
 class LoraArguments:
-    """LoRA on a head, for `HfArgumentParser`; `apply_lora` does what they say."""
+    """Options of LoRA on a head, for `HfArgumentParser`; `apply_lora` puts it there."""
 
     lora_rank: int | None = option(None, "train LoRA of this rank; default: all weights")
     lora_alpha: float | None = option(None, "its scale times the rank; default: 2 rank")

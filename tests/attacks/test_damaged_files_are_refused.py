@@ -29,7 +29,7 @@ from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.training.recipe import read_recipe
-from hf_dart.training.regenerate.shards import begin
+from hf_dart.training.regenerate.shards import keep_settings
 
 BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
 KINDS: dict[str, Callable[..., Any]] = {
@@ -281,5 +281,5 @@ def test_fields_of_another_type(kind: Any) -> None:
 @pytest.mark.parametrize("part", seeds(40, 1200))
 def test_settings_of_regenerated_text(tmp_path: Path, part: range) -> None:
     settings = {"temperature": 1.0, "seed": 0}
-    begin(tmp_path, settings, {})
-    assert 0 < attack(tmp_path / "settings.json", lambda: begin(tmp_path, settings, {}), part) < len(part)
+    keep_settings(tmp_path, settings, {})
+    assert 0 < attack(tmp_path / "settings.json", lambda: keep_settings(tmp_path, settings, {}), part) < len(part)

@@ -19,7 +19,7 @@ from hf_dart.cli import main
 from hf_dart.models.tokenizers import end_tokens
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.regenerate.sampling import Sampling
-from hf_dart.training.regenerate.shards import begin, open_sources, regenerate
+from hf_dart.training.regenerate.shards import keep_settings, open_sources, regenerate
 from hf_dart.training.regenerate.writer import RegenerateSettings, as_message
 
 datasets = pytest.importorskip("datasets")
@@ -53,7 +53,7 @@ def records_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(folder: Path, sources: Any, settings: RegenerateSettings = SETTINGS, head: Any = None, **options: Any) -> Path:
-    begin(folder, {}, {})
+    keep_settings(folder, {}, {})
     told = list(regenerate(sources, MODEL, head, settings, folder, **{"seats": 4, **options}))
     assert all(record in records_in(folder) for record in told)
     return folder
@@ -89,7 +89,7 @@ def test_texts_are_what_generate_writes_with_a_seed_for_each_row(tmp_path: Path,
 
 def test_an_interrupted_run_and_one_on_a_full_disk_go_on_as_if_nothing_had_been(tmp_path: Path, texts: Any) -> None:
     whole, out = run(tmp_path / "whole", texts), tmp_path / "out"
-    begin(out, {}, {})
+    keep_settings(out, {}, {})
     steps = regenerate(texts, MODEL, None, SETTINGS, out, seats=3)
     first = [next(steps), next(steps)]
     steps.close()

@@ -65,8 +65,8 @@ def _conversations(documents: Any, encoder: Encoder) -> Iterator[tuple[list[Mess
                 yield kept, tools
 
 
-def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write down how text in a folder is made (and `about` it: versions, the head), or check that it was made so."""
+def keep_settings(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write down how the text of a folder is made, and what is `about` it; or check that earlier text was made so."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.json"
     settings = json.loads(json.dumps(settings))
@@ -100,7 +100,7 @@ def regenerate(
     model: PreTrainedModel,
     head: Any,
     settings: RegenerateSettings,
-    folder: Path,  # as `begin` leaves it
+    folder: Path,  # as `keep_settings` leaves it
     *,
     shard: tuple[int, int] = (1, 1),  # its number i, from 1 on, and n; all shards together hold the rows of (1, 1)
     seats: int = 32,  # rows that are written at a time
