@@ -12,6 +12,8 @@ from typing import Any
 
 from jinja2 import Environment
 
+from hf_dart.serve.detokenizer import Detokenizer
+
 _PAGE = Path(__file__).with_name("view.html")
 
 
@@ -133,16 +135,11 @@ def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
 
 def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[str]:
     """Return the text that each token adds to that `before` it; a character of several comes with the last of them."""
-    found = []
-    shown = tokenizer.decode(before) if before else ""
-    for count in range(1, len(tokens) + 1):
-        text = tokenizer.decode([*before, *tokens[:count]])
-        if text.endswith("\N{REPLACEMENT CHARACTER}") and count < len(tokens):
-            found.append("")
-            continue
-        # Some tokenizers change what stood in front, such as a space.
-        found.append(text[len(shown) :] if text.startswith(shown) else tokenizer.decode(tokens[count - 1 : count]))
-        shown = text
+    reader = Detokenizer(tokenizer, special=True)
+    for token in before:
+        reader.add(token)
+    found = [reader.add(token) for token in tokens]
+    found[-1] += reader.end()
     return found
 
 

@@ -174,9 +174,9 @@ def test_drafted_tokens_of_rounds_and_what_cannot_be_shown(output: Any, hostile_
 
 
 def test_tokens_that_are_parts_of_characters_or_change_what_stood_in_front() -> None:
-    cleaning = SimpleNamespace(decode=lambda ids: "".join([" a", " ", ",", " b"][i] for i in ids).replace(" ,", ","))
-    assert token_texts(cleaning, [], [0, 1, 2, 3]) == [" a", " ", ",", " b"]
-    byte_level = SimpleNamespace(decode=lambda ids: bytes(ids).decode("utf8", errors="replace"))
+    cleaning = SimpleNamespace(decode=lambda ids, **_: "".join([" a", " ,", " b"][i] for i in ids).replace(" ,", ","))
+    assert token_texts(cleaning, [], [0, 1, 2]) == [" a", ",", " b"]
+    byte_level = SimpleNamespace(decode=lambda ids, **_: bytes(ids).decode("utf8", errors="replace"))
     ids = list("naïve 😀 e".encode())
     pieces = token_texts(byte_level, [], ids)
     assert "".join(pieces) == "naïve 😀 e"
