@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_dart.decoding.suffix_store import SuffixStore
 from hf_dart.errors import sentence
+from hf_dart.models.tokenizers import end_tokens
 from hf_dart.serve.batcher import MAX_TOKENS, Batcher
 from hf_dart.serve.metrics import Metrics
 from hf_dart.serve.parameters import Asked, CompletionAsked
@@ -66,8 +67,7 @@ class Service:
         }
         self.metrics, self._memory = Metrics(self.names[0], gauges), memory
         self.reader, self.compiler = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        ends = model.generation_config.eos_token_id
-        self.ends = frozenset(ends if isinstance(ends, list) else [ends])  # tokens that end a text
+        self.ends = frozenset(end_tokens(model))  # of a text
         self._samples = bool(model.generation_config.do_sample)
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._grammars: Any = None
