@@ -139,8 +139,7 @@ def _plain(value: Any) -> bool:
 
 
 def _damaged(path: str, error: Exception) -> ValueError:
-    words = " ".join(str(error).split())[:300]
-    return ValueError(f"The weights in {path} are truncated or damaged ({words}); fetch them again.")
+    return ValueError(f"The weights in {path} are truncated or damaged ({sentence(error)}); fetch them again.")
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -173,8 +172,9 @@ def refused(what: str, remedy: str) -> Iterator[None]:
         # transformers draws weights that a damaged checkpoint lacks.
         with torch.random.fork_rng(devices=[]):
             yield
-    except (OSError, ImportError, torch.OutOfMemoryError):  # which say themselves what to do
+    except (ImportError, torch.OutOfMemoryError):  # which say themselves what to do
         raise
     except Exception as error:
-        words = " ".join(sentence(error).split())[:300]
-        raise ValueError(f"{what} cannot be read ({type(error).__name__}: {words}); {remedy}.") from error
+        if isinstance(error, OSError) and error.errno is None:  # of transformers, likewise; others are the system's
+            raise
+        raise ValueError(f"{what} cannot be read ({type(error).__name__}: {sentence(error)}); {remedy}.") from error
