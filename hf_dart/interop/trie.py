@@ -9,7 +9,7 @@ Memory is bounded whatever the size of a file: it is mapped, and what is known o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -17,15 +17,13 @@ from typing import Any
 import numpy as np
 
 from hf_dart.models.tokenizers import vocabulary_hash
-from hf_dart.trees.ngram.build import TableWriter, folder_of, merge
+from hf_dart.trees.ngram.build import Progress, TableWriter, folder_of, merge
 from hf_dart.trees.ngram.table import Array, NgramSpec, NgramTable
 
 _CHUNK = 2**20  # nodes that are taken in at a time; each needs about 150 bytes of memory
 _HEADER = np.dtype([("order", "<u8"), ("nodes", "<u8")])
 _NODE = np.dtype([("token", "<i4"), ("parent", "<u8"), ("count", "<i4"), ("children", "<u8")])
 _CHILD = np.dtype([("token", "<i4"), ("node", "<u8")])
-
-Progress = Callable[[str], object]
 
 
 def read_trie(
