@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_dart.decoding.session import Session
 from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.errors import check_fields
 from hf_dart.learning.ring import SEGMENT, Recorder, Ring, Segment
 from hf_dart.learning.student import PASSES, SEGMENTS, Student, trained_names
@@ -176,7 +177,7 @@ class Learner:
         if self.lora_rank is not None and self._student is None:
             from peft import LoraConfig
 
-            if not hasattr(head, "add_adapter") or isinstance(drafter, tuple(PASSES)[1:]):
+            if not isinstance(drafter, DartHead):
                 raise ValueError(f"{name} takes no LoRA here; leave lora_rank out.")
             head.add_adapter(LoraConfig(r=self.lora_rank, lora_alpha=2 * self.lora_rank), "learnt")
         if not trained_names(head):
