@@ -10,7 +10,7 @@ from typing import Any
 STOCK, OURS = "stock", "hf_dart"
 """Methods of a bench: `generate` as it is, and with the head."""
 UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError)
-"""Errors of the writers of tables for JSON that is not what `as_json` gives."""
+"""Errors of the writers of tables for JSON that is not what `hf-dart bench --json` writes."""
 _DEPTHS = 8  # whose acceptance is shown
 
 
@@ -64,7 +64,7 @@ def _clock(about: dict[str, Any]) -> str:
 
 
 def as_table(report: dict[str, Any], phases: bool = True) -> str:
-    """Markdown tables of what `as_json` gives, what they were measured on above: speed, and times by phase."""
+    """Return the Markdown tables of a bench, with what it was measured on above: speed, and times by phase."""
     settings, entries = report["settings"], report["results"]
     cases = labels(report)
     lines = [
