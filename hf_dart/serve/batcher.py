@@ -24,6 +24,7 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.models.devices import autocast_dtype
 from hf_dart.models.trial import check_verification
 from hf_dart.serve.handle import Handle
 from hf_dart.serve.prefixes import Prefixes
@@ -44,6 +45,7 @@ class _Call:
 
     request: Request
     handle: Handle
+    autocast: torch.dtype | None  # of the thread that submitted it
     session: Session | None = None
 
 
@@ -139,7 +141,8 @@ class Batcher:
             options: all others of `generate`, such as `max_new_tokens`, `do_sample`, `logits_processor`,
                 `stopping_criteria`, `stop_strings` with `tokenizer`, `memory`, `tree_config` and `assistant`.
                 Processors and criteria run on the thread of the rounds; those that keep state between calls serve one
-                request each. Requests of different tree configs or drafters do not run at the same time.
+                request each. Requests of different tree configs or drafters, or submitted under another autocast, do
+                not run at the same time.
 
         Returns:
             The request, whose tokens and output come as they are known.
@@ -168,7 +171,7 @@ class Batcher:
         with self._changed:
             if self._closed:
                 raise RuntimeError("This Batcher has been closed; make another one.")
-            self._waiting.append(_Call(request, handle))
+            self._waiting.append(_Call(request, handle, autocast_dtype(self.device)))
             self._changed.notify()
             if self._thread is None:
                 self._thread = Thread(target=self._work, name="hf_dart.Batcher")
@@ -213,23 +216,31 @@ class Batcher:
         """Run rounds while there are requests."""
         while True:
             with self._changed:
-                if not self._running:
-                    self._changed.wait_for(lambda: self._waiting or self._closed, _IDLE)
-                    if not self._waiting:
-                        self._thread = None
-                        return
+                self._changed.wait_for(lambda: self._waiting or self._closed, _IDLE)
+                if not self._waiting:
+                    self._thread = None
+                    return
+                autocast = self._waiting[0].autocast
+            with torch.autocast(self.device.type, autocast, enabled=autocast is not None):
+                self._work_under(autocast)
+
+    def _work_under(self, autocast: torch.dtype | None) -> None:
+        """Run rounds of requests that were submitted under one autocast, until none runs."""
+        while True:
             read = 0
-            while read < PIECE and (call := self._next()) is not None:
+            while read < PIECE and (call := self._next(autocast)) is not None:
                 self._begin(call)
                 read += call.request.total % PIECE  # rounds have been run after whole pieces
             self._round()
+            if not self._running:
+                return
 
-    def _next(self) -> _Call | None:
+    def _next(self, autocast: torch.dtype | None) -> _Call | None:
         """Take the first request that waits, if there is room for it."""
         with self._changed:
             while self._waiting and self._waiting[0].handle.cancelled():
                 self._waiting.popleft()
-            if not self._waiting or not self._seats.free:
+            if not self._waiting or self._waiting[0].autocast != autocast or not self._seats.free:
                 return None
             calls = [self._waiting[0], *self._running]
             room = max(call.request.most for call in calls) * len(calls) <= self.max_tokens

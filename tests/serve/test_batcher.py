@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import product
+from itertools import groupby, product
 from random import Random
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -377,6 +378,24 @@ def test_drafter_and_memory_of_an_attached_model() -> None:
     assert handle.stats.drafted <= handle.stats.rounds
     assert store.tokens >= 23
     assert store.names == [""]
+
+
+def test_requests_run_under_the_autocast_that_they_were_submitted_under() -> None:
+    target, seen = tiny_target("llama", dtype=torch.float32), list[torch.dtype]()
+
+    def look(head: Any, inputs: Any, logits: torch.Tensor) -> None:
+        if current_thread() is not main_thread():  # where trials run
+            seen.append(logits.dtype)
+
+    target.lm_head.register_forward_hook(look)
+    with Batcher(target, tiny_head(target)) as batcher:
+        handles = [batcher.submit(**prompts([5]), **GREEDY) for _ in range(2)]
+        with torch.autocast("cpu", torch.bfloat16):
+            batcher.submit(**prompts([5]), **GREEDY)
+        handles.append(batcher.submit(**prompts([5]), **GREEDY))
+    assert [dtype for dtype, _ in groupby(seen)] == [torch.float32, torch.bfloat16, torch.float32]
+    stock = target.generate(**prompts([5]), **GREEDY)
+    assert all(torch.equal(handle.result(), stock) for handle in handles)
 
 
 def test_weights_are_read_by_requests_that_overlap_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
