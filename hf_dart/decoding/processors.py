@@ -10,6 +10,8 @@ import transformers
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from hf_dart.models.features import table_of
+
 
 class AdditivePenaltyLogitsProcessor(LogitsProcessor):
     """Penalty of tokens that a text has already, subtracted from their scores, as OpenAI's API has it.
@@ -96,7 +98,7 @@ def refuse_grammars(processors: LogitsProcessorList, target: Any, rows: int) -> 
                 f"The processor has {count} grammars for {rows} rows of text; give one, or one for each row."
             )
     for size in (size for processor in processors for size in _sizes(processor)):
-        known = target.get_input_embeddings().num_embeddings
+        known = table_of(target.get_input_embeddings()).num_embeddings
         if size > known:
             raise ValueError(
                 f"The grammar was compiled for a tokenizer of {size} tokens, and the target has {known}; compile it "

@@ -13,7 +13,7 @@ from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import annotated, check_fields, check_types, refuse_unknown
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.publish import add_custom_generate
-from hf_dart.models.features import default_feature_layers, layer_count, lent_modules
+from hf_dart.models.features import default_feature_layers, layer_count, lent_modules, table_of
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -173,6 +173,7 @@ class DrafterConfig(PreTrainedConfig):
         unwrapped(target)
         text = target.config.get_text_config(decoder=True)
         embeddings, lm_head = lent_modules(target)
+        table = table_of(embeddings)
         hidden, ropes = int(text.hidden_size), getattr(text, "rope_parameters", None) or {}
         # By kind of layer, where these differ; None for a kind without rotary positions.
         kinds = (ropes, ropes.get("full_attention"), *ropes.values())
@@ -181,7 +182,7 @@ class DrafterConfig(PreTrainedConfig):
         fields: dict[str, Any] = {
             "feature_layers": default_feature_layers(layer_count(target)),
             "hidden_size": int(getattr(lm_head, "in_features", hidden)),
-            "embedding_size": int(embeddings.embedding_dim),
+            "embedding_size": int(table.embedding_dim),
             "feature_size": hidden,
             "num_attention_heads": heads,
             "num_key_value_heads": _first(text, ("num_key_value_heads",), heads),
@@ -189,7 +190,7 @@ class DrafterConfig(PreTrainedConfig):
             "intermediate_size": _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden),
             "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
             "rope_theta": float(next(bases, 10000.0)),
-            "vocab_size": int(embeddings.num_embeddings),
+            "vocab_size": int(table.num_embeddings),
             **told_of(target),
         }
         return cls(**{**fields, **overrides})

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.base import Drafter
-from hf_dart.models.features import layer_count, lent_modules
+from hf_dart.models.features import layer_count, lent_modules, table_of
 from hf_dart.models.tokenizers import same_vocabulary, template_hash, tokenizer_beside
 
 
@@ -39,10 +39,11 @@ def check_compatible(config: Any, target: PreTrainedModel, tokenizer: Any = None
     """Raise a `ValueError` that names both sides if a drafter's config does not fit a target or its tokenizer."""
     made_for = config.made_for
     embeddings, lm_head = lent_modules(target)
+    table = table_of(embeddings)
     text = target.config.get_text_config(decoder=True)
     has = {
         "hidden size": int(text.hidden_size),
-        "embedding width": int(embeddings.embedding_dim),
+        "embedding width": int(table.embedding_dim),
         "LM head width": getattr(lm_head, "in_features", None),
         "number of layers": layer_count(target),
     }
@@ -53,7 +54,7 @@ def check_compatible(config: Any, target: PreTrainedModel, tokenizer: Any = None
                 f"This drafter was made for {made_for} with {what} {wanted}, but {_name(target)} has {found}; load a "
                 "drafter that was made for this target, or train one with from_target(model)."
             )
-    _check_vocabulary(config, target, tokenizer, int(embeddings.num_embeddings))
+    _check_vocabulary(config, target, tokenizer, int(table.num_embeddings))
     template = getattr(tokenizer, "chat_template", None)
     if config.chat_template_hash and isinstance(template, str) and template_hash(template) != config.chat_template_hash:
         warnings.warn(

@@ -25,7 +25,7 @@ from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, ref
 from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import TargetModules, device_of, host_by_default, rows_of, where_it_runs
-from hf_dart.models.features import lm_head_of
+from hf_dart.models.features import lm_head_of, table_of
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
@@ -154,7 +154,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         weights = int(self.shared.lm_head.weight.numel())
         if self.draft_vocabulary is None:
             return weights
-        return weights * len(self.draft_vocabulary) // self.shared.embeddings.num_embeddings
+        return weights * len(self.draft_vocabulary) // table_of(self.shared.embeddings).num_embeddings
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to embeddings [..., E], on the network's device and in its dtype.
@@ -289,7 +289,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         """
         if tokenizer is not None:
             embeddings = target.get_input_embeddings()
-            rows = None if embeddings is None else int(embeddings.num_embeddings)
+            rows = None if embeddings is None else int(table_of(embeddings).num_embeddings)
             config.setdefault("tokenizer_hash", vocabulary_hash(tokenizer, rows))
         fields = cls.config_class.for_target(target, **config)
         with torch.random.fork_rng(devices=[]):

@@ -218,7 +218,7 @@ def signature(session: Session) -> tuple[Any, ...]:
     if drafts_on_fixed_shapes(session):
         head: Any = drafter
         key += [id(head.draft_vocabulary), head.draft_window, head.draft_sink]
-        made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
+        made_of = [*head.parameters(), *head.shared.embeddings.parameters(), *head.shared.lm_head.parameters()]
         key += [state_of(weight) for weight in made_of]
         modules += parts_of(head)
     key += [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in _tensors(modules)]

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.models.features import lm_head_of
+from hf_dart.models.features import lm_head_of, table_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -177,7 +177,9 @@ class TargetModules:
 
     def rows(self, vocab_size: int) -> int:
         """Return how many of a drafter's V tokens the target knows; tables may differ in padding rows."""
-        return min(vocab_size, self.embeddings.num_embeddings, getattr(self.lm_head, "out_features", vocab_size))
+        return min(
+            vocab_size, table_of(self.embeddings).num_embeddings, getattr(self.lm_head, "out_features", vocab_size)
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
         return self

@@ -34,6 +34,11 @@ def lent_modules(target: PreTrainedModel) -> tuple[Any, Any]:
     return embeddings, lm_head
 
 
+def table_of(embeddings: nn.Module) -> Any:
+    """Return the module that tells the size of a target's input embeddings; PEFT's wrappers of it do not."""
+    return next(part for part in embeddings.modules() if hasattr(part, "num_embeddings"))
+
+
 def layer_count(target: PreTrainedModel) -> int:
     """Return the number of layers of a target (a causal LM) whose hidden states it returns for text.
 

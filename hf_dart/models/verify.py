@@ -20,6 +20,7 @@ from hf_dart.cache.stock_layers import attention_places, keeps_states, window_of
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention, added_mask
 from hf_dart.models.devices import device_of, users_default
+from hf_dart.models.features import table_of
 from hf_dart.models.packed_weights import packed_weights
 from hf_dart.models.positions import position_limit
 from hf_dart.models.running_states.mixers import mixers_of
@@ -268,6 +269,6 @@ def merged_embeddings(target: PreTrainedModel, outputs: Any, ids: Tensor) -> Ten
     some models scale them, or add others.
     """
     merged, embeddings = gather_features(outputs, [0], ids), target.get_input_embeddings()
-    known = embeddings(torch.where(ids < embeddings.num_embeddings, ids, 0)).to(merged.device)
+    known = embeddings(torch.where(ids < table_of(embeddings).num_embeddings, ids, 0)).to(merged.device)
     same = merged.shape == known.shape and bool((merged == known).all(-1).any())
     return merged if same else None

@@ -14,11 +14,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.cases import replay
 from support.compare import assert_identical, run, same, snapshot
-from support.tiny import prompts, tiny_head, tiny_target
+from support.tiny import nearly, prompts, tiny_head, tiny_target
 from support.users import TOKENIZER, Listener
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StopStringCriteria, pipeline
 
-from hf_dart import DartHead, LookupDrafter, TreeConfig, attach, detach, load_drafter
+from hf_dart import DartHead, LanguageModelDrafter, LookupDrafter, TreeConfig, attach, detach, load_drafter
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
@@ -108,6 +108,18 @@ def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> N
     attach(wrapped, made)
     assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, adapted)
     assert drafted(made)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
+@pytest.mark.parametrize("on", [{"target_modules": ["q_proj", "embed_tokens"]}, {"trainable_token_indices": [3, 5]}])
+def test_adapters_of_the_embeddings(target: Any, on: dict[str, Any]) -> None:
+    """Their wrappers of the table do not tell its size."""
+    before = tiny_head(target, selector_rank=4)
+    adapter = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], "init_lora_weights": False, **on})
+    wrapped = get_peft_model(target, adapter).double().eval()
+    for drafter in (before, tiny_head(wrapped, selector_rank=4), LanguageModelDrafter(nearly(target), wrapped)):
+        assert_identical(wrapped, drafter, INPUTS, **SAMPLED)
+        assert drafted(drafter)
 
 
 def test_compiled_targets(target: Any) -> None:

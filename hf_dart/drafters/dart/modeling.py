@@ -17,6 +17,7 @@ from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.devices import device_of, state_of
+from hf_dart.models.features import table_of
 
 
 class Entries(NamedTuple):
@@ -264,11 +265,11 @@ class BigramSelector(nn.Module):
     @torch.no_grad()
     def _vocabulary_tables(self, embeddings: nn.Embedding) -> tuple[Tensor, Tensor]:
         weights = [self.previous[0].weight, self.previous[2].weight, self.candidate[0].weight, self.candidate[2].weight]
-        key = [state_of(weight) for weight in (*weights, embeddings.weight)]
+        key = [state_of(weight) for weight in (*weights, *embeddings.parameters())]
         if self._tables is None or self._tables[0] != key:
             device, dtype = weights[0].device, weights[0].dtype
             parts = []
-            ids = torch.arange(embeddings.num_embeddings, device=device_of(embeddings))
+            ids = torch.arange(table_of(embeddings).num_embeddings, device=device_of(embeddings))
             for chunk in ids.split(8192):
                 vectors = embeddings(chunk).to(device=device, dtype=dtype)
                 parts.append((self.previous(vectors), self.candidate(vectors)))
