@@ -16,6 +16,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters import hooks
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.cost import relative_cost
+from hf_dart.models.features import lent_modules, table_of
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -52,6 +53,7 @@ class StockDrafter(BeamDrafter[ModuleCache]):
 
     def _attach(self, target: PreTrainedModel) -> None:
         """Let `target`, which the drafter fits, draft with it."""
+        self._vocab_size = logits_of(target)
         self._targets.add(target)
         hooks.decoding().attached(target)
 
@@ -69,7 +71,7 @@ class StockDrafter(BeamDrafter[ModuleCache]):
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Refuse other targets than its own; deep copies and PEFT wrappers of it are fine."""
-        if target not in self._targets:
+        if target not in self._targets or logits_of(target) != self._vocab_size:  # which may be resized
             self.check_fit(target)
             self._targets.add(target)
 
@@ -78,3 +80,9 @@ class StockDrafter(BeamDrafter[ModuleCache]):
 
     def begin(self, batch_size: int, capacity: int) -> ModuleCache:
         return ModuleCache.of_layers(self._layers, batch_size, capacity + self.beam * self.draft_length)
+
+
+def logits_of(target: PreTrainedModel) -> int:
+    """Return V, the number of logits of a target."""
+    embeddings, lm_head = lent_modules(target)
+    return int(getattr(lm_head, "out_features", table_of(embeddings).num_embeddings))

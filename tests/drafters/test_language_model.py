@@ -122,6 +122,14 @@ def test_what_is_refused(llama: tuple[Any, LanguageModelDrafter], tmp_path: Path
     assert_identical(target, drafter, prompts([3]), **GREEDY, into=EXACT)
 
 
+def test_a_target_whose_table_is_resized() -> None:
+    target = tiny_target("llama")
+    drafter = LanguageModelDrafter(nearly(target), target)
+    assert_identical(target, drafter, prompts([3]), **GREEDY, into=EXACT)
+    target.resize_token_embeddings(VOCABULARY + 8)
+    refused(lambda: target.generate(**prompts([3]), **SAMPLED, assistant=drafter), ValueError, "other tokens or ids")
+
+
 def test_damaged_files_and_files_of_something_else(llama: tuple[Any, LanguageModelDrafter], tmp_path: Path) -> None:
     target, _ = llama
     tiny_target("qwen3", num_hidden_layers=1).save_pretrained(tmp_path)

@@ -23,7 +23,7 @@ from hf_dart.drafters.beams import View
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.cost import model_sizes
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import SHAPE, ModuleCache, StockDrafter
+from hf_dart.drafters.stock_modules import SHAPE, ModuleCache, StockDrafter, logits_of
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.hub.kinds import Names
@@ -31,7 +31,7 @@ from hf_dart.interop.eagle3 import eagle1_format
 from hf_dart.interop.mtp_module import module_format
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import device_of, users_default
-from hf_dart.models.features import lent_modules, lm_head_of, table_of
+from hf_dart.models.features import lm_head_of, table_of
 from hf_dart.models.positions import position_limit
 from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.models.tokenizers import tokenizer_beside, vocabulary_hash
@@ -102,7 +102,6 @@ class LanguageModelDrafter(StockDrafter):
         self._keeps, self._places = "logits_to_keep" in parameters, takes_positions(model)
         self._cache_name = cache_name(model)
         check_vocabulary(model, target, tokenizer)
-        self._vocab_size = _logits_of(target)
         self._attach(target)
 
     @classmethod
@@ -133,10 +132,10 @@ class LanguageModelDrafter(StockDrafter):
     def check_fit(self, target: PreTrainedModel) -> None:
         """Refuse a target of another vocabulary."""
         check_vocabulary(self.model, target, None)
-        if _logits_of(target) != self._vocab_size:
+        if logits_of(target) != self._vocab_size:
             raise ValueError(
                 f"This drafter was made for a target with {self._vocab_size} logits and this one has "
-                f"{_logits_of(target)}; make a LanguageModelDrafter for it."
+                f"{logits_of(target)}; make a LanguageModelDrafter for it."
             )
 
     def weights_read(self) -> list[int]:
@@ -218,8 +217,3 @@ def check_vocabulary(model: PreTrainedModel, target: PreTrainedModel, tokenizer:
             f"{names[0]} has other tokens or ids than {names[1]}, and its drafts would mean other text; give a "
             "language model with the target's tokenizer."
         )
-
-
-def _logits_of(target: PreTrainedModel) -> int:
-    embeddings, lm_head = lent_modules(target)
-    return int(getattr(lm_head, "out_features", table_of(embeddings).num_embeddings))
