@@ -139,7 +139,7 @@ class Seats:
 
     @host_by_default
     @torch.no_grad()
-    def round(self) -> list[tuple[Session, Exception | None]]:
+    def round(self) -> list[tuple[Session, BaseException | None]]:
         """Run one round of every call, and return those that have left their seats, done or ended by an error.
 
         `api.close_call` gives the output of those without an error.
@@ -181,7 +181,7 @@ class Seats:
                 row, nodes = slice(place, place + 1), slice(own.size)
                 try:
                     accept(seat.session, own, budget, logits[row, nodes], features[row, nodes])
-                except Exception as failure:
+                except BaseException as failure:  # of what the call was given, which may exit, too
                     seat.failure = failure
                 else:
                     counts[place] = seat.counts
@@ -266,7 +266,7 @@ class _Seat:
     """
 
     hidden_states: tuple[Tensor, ...] = ()
-    failure: Exception | None = None
+    failure: BaseException | None = None
     path: Tensor
     tokens: Sequence[int]
 

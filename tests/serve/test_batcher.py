@@ -42,12 +42,12 @@ DRAFTERS = [*MAKERS, *PARTS, "lookup", "none"]
 class Fails(LogitsProcessor):
     """Raises at a length."""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    def __init__(self, length: int, error: type[BaseException] = OwnError) -> None:
+        self.length, self.error = length, error
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] >= self.length:
-            raise OwnError
+            raise self.error
         return scores
 
 
@@ -305,6 +305,19 @@ def test_processors_that_draw() -> None:
         bad.result()
     wanted = compare.run(target, prompts([5]), 3, **SAMPLED, guidance_scale=1.5)
     assert torch.equal(good.result(), wanted.sequences)
+
+
+def test_a_processor_that_exits_ends_its_own_request_alone() -> None:
+    target, failing = tiny_target("llama"), list[Handle]()
+    batcher = Scheduled(target, tiny_head(target))
+    given = {"logits_processor": [Fails(9, SystemExit)]}
+    batcher.schedule[2].append(lambda: failing.append(batcher.submit(**prompts([4]), **GREEDY, **given)))
+    other = batcher.submit(**prompts([5]), **GREEDY).result(timeout=60)
+    assert torch.equal(other, target.generate(**prompts([5]), **GREEDY))
+    with pytest.raises(SystemExit):
+        failing[0].result(timeout=60)
+    batcher.close()
+    assert batcher.most_at_once == 2
 
 
 def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
