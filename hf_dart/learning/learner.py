@@ -29,7 +29,7 @@ _KEPT = 0.7  # weight of earlier comparisons, from one to the next
 _SURE = 2.0  # standard errors by which the learnt head has to win before it drafts
 _LOST = -2.0  # by which it has lost
 _PATIENCE = 6  # comparisons in a row without a win after which a learning rate is given up,
-_LEAST = 32  # but not before so many steps: the first ones of AdamW lead anywhere
+_LEAST = 32  # but not before so many steps: the first ones lead anywhere
 _SLEEP = 8192  # positions until learning is tried again after all of them were, the first time; then twice as many
 _CHANGE = 0.1  # by which the frozen head's acceptance length changes before that, if the text does
 _SPACING = 8  # positions served for each step, at least
@@ -104,7 +104,7 @@ class Learner:
             then call `step` or `idle`.
         every: train within calls too, after so many rounds; None: between calls only.
         memory: bytes that may be kept of served text.
-        learning_rates: to be tried, the highest first.
+        learning_rates: of Muon, to be tried, the highest first.
 
     Attributes:
         stats: figures of what was done so far.
@@ -122,7 +122,7 @@ class Learner:
         share: float = 0.1,
         every: int | None = None,
         memory: int = 128 * 2**20,
-        learning_rates: tuple[float, ...] = (1e-3, 3e-4, 1e-4),
+        learning_rates: tuple[float, ...] = (1e-2, 3e-3, 1e-3),
     ) -> None:
         self.lora_rank, self.share, self.every, self.memory = lora_rank, share, every, memory
         self.learning_rates = tuple(learning_rates)

@@ -23,18 +23,20 @@ from hf_dart.training.trainers.drafts import as_columns, places_and_labels
 
 PASSES: dict[type, Callable[..., Tensor]] = {DartHead: head_states, EagleDrafter: eagle_states}
 """The training pass of each kind of drafter that learns."""
-SEGMENTS, BLOCKS = 2, 16  # texts in a step, and blocks that begin in each
+SEGMENTS, BLOCKS = 4, 16  # texts in a step, and blocks that begin in each
 _ANYWHERE = 0.5  # share of the segments in which drafts begin anywhere
 _WARMUP = 10  # steps
+_MUON: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.8, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
+_AVERAGED = 16  # steps over which the running mean of the weights reaches
 _LOGITS = 2**23  # numbers that are held at once
 _IMPOSSIBLE = -1e4  # a logit of no weight
 _FIXED = ("selector", "editor", "lm_head", "embed_tokens")  # parts of a head that stay as they are
 
 
 def trained_names(drafter: Any) -> list[str]:
-    """Names of the weights that learn: those that require gradients, of the layers and what is in front of them."""
-    named = drafter.named_parameters()
-    return [name for name, weight in named if weight.requires_grad and name.split(".")[0] not in _FIXED]
+    """Names of the matrices that learn: those that require gradients, of the layers and what is in front of them."""
+    named = [(name, one) for name, one in drafter.named_parameters() if name.split(".")[0] not in _FIXED]
+    return [name for name, one in named if one.requires_grad and one.ndim == 2 and min(one.shape) > 1]
 
 
 class Student:
@@ -64,36 +66,38 @@ class Student:
         return [head.get_parameter(name) for name in self.names]
 
     @torch.no_grad()
-    def _copy(self, source: Any, to: Any) -> None:
-        for weight, new in zip(self._weights(to), self._weights(source), strict=True):
+    def _copy(self, weights: Sequence[Tensor], to: Any) -> None:
+        for weight, new in zip(self._weights(to), weights, strict=True):
             weight.copy_(new)
 
     def begin_again(self) -> None:
         """Learn from the weights that the head had when the learner was attached."""
-        self._copy(self.frozen, self.learnt)
+        self._copy(self._weights(self.frozen), self.learnt)
         self.steps, self._optimizer = 0, cast(Any, None)
 
     def use(self, learnt: bool) -> None:
         """Let the head draft with what was learnt, or as it did at first."""
-        self._copy(self.learnt if learnt else self.frozen, self.head)
+        self._copy(self._weights(self.learnt if learnt else self.frozen), self.head)
 
     def step(self, segments: Sequence[Segment], rate: float) -> float:
-        """Take one step of AdamW on drafts of some segments; return their mean loss, in nats.
+        """Take one step of Muon (arXiv 2502.16982) on drafts of some segments; return their mean loss, in nats.
 
         In half of the segments they are those that rounds began with, if there are enough: after drafts that had
-        failed, they are harder than others (as in Draft-OPD, arXiv 2605.29343). Nothing is learnt if the loss is not
-        finite.
+        failed, they are harder than others (as in Draft-OPD, arXiv 2605.29343). What is learnt is a running mean of the
+        weights that steps lead to. Nothing is learnt if the loss is not finite.
         """
         weights, batch = self._weights(self.learnt), self._batch(segments)
         if self._optimizer is None:
             # Steps are too small for 16 bits.
-            self._masters = [one.detach().to(torch.promote_types(one.dtype, torch.float32)) for one in weights]
-            self._optimizer = torch.optim.AdamW(self._masters, weight_decay=0.0)
+            self._masters = [one.detach().to(torch.promote_types(one.dtype, torch.float32)).clone() for one in weights]
+            self._means = [one.clone() for one in self._masters]
+            self._optimizer = torch.optim.Muon(self._masters, **_MUON)
         drafted = batch["drafted"]
         anywhere = (torch.rand(len(segments), 1, generator=self.generator) < _ANYWHERE).to(drafted.device)
         anywhere |= drafted.sum(1, keepdim=True) < BLOCKS // 2  # drafts had paused
         wanted = batch["loss_mask"] & (drafted | anywhere)
         batch["anchors"] = draw_anchors(batch["documents"], BLOCKS, self.head.draft_length, self.generator, wanted)
+        self._copy(self._masters, self.learnt)
         with torch.enable_grad(), torch.autocast(self.head.device.type, enabled=False):
             hidden, goals, labels = self._drafts(self.learnt, batch)
             loss = chunked(self._losses, hidden, *goals, labels, chunk_size=self._at_once(hidden)) / max(len(hidden), 1)
@@ -109,8 +113,9 @@ class Student:
                 group["lr"] = rate * min(1.0, self.steps / _WARMUP)
             self._optimizer.step()
             self._optimizer.zero_grad()
-            for weight, master in zip(weights, self._masters, strict=True):
-                weight.copy_(master)
+            for mean, master in zip(self._means, self._masters, strict=True):
+                mean.lerp_(master, 1 / min(_AVERAGED, self.steps / 2 + 0.5))
+        self._copy(self._means, self.learnt)
         return float(loss.detach())
 
     def _at_once(self, hidden: Tensor) -> int:

@@ -29,7 +29,7 @@ from hf_dart.learning.student import Student
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 32}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 32}
 RAGGED = [9, 4]
-FAST: dict[str, Any] = {"share": 1.0, "learning_rates": (3e-3,)}
+FAST: dict[str, Any] = {"share": 1.0, "learning_rates": (1e-1,)}
 LAYERS = {"determined": [0, 1, 2], "best": [0, 1]}  # the logits by the features, or not
 
 
@@ -178,8 +178,8 @@ def test_calls_in_threads_and_in_inference_mode(target: Any, head: DartHead) -> 
 def test_the_target_the_heads_state_and_the_generators(target: Any, head: DartHead) -> None:
     target.requires_grad_(False)
     target.get_input_embeddings().weight.requires_grad_(True)
-    head.mask_slot.requires_grad_(False)
-    slot = head.mask_slot.weight.clone()
+    frozen = head.layers[0].mlp.up_proj.requires_grad_(False).weight
+    as_it_was = frozen.clone()
     flags = [[weight.requires_grad for weight in module.parameters()] for module in (target, head)]
     head.train()
     before = copies(target)
@@ -189,7 +189,7 @@ def test_the_target_the_heads_state_and_the_generators(target: Any, head: DartHe
     assert flags == [[weight.requires_grad for weight in module.parameters()] for module in (target, head)]
     assert all(weight.grad is None for module in (target, head) for weight in module.parameters())
     assert (learner.stats.learnt, head.training, target.training) == (True, True, False)
-    assert torch.equal(head.mask_slot.weight, slot)  # frozen by the user
+    assert torch.equal(frozen, as_it_was)
 
     def state() -> tuple[Any, ...]:
         return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
@@ -341,8 +341,8 @@ def test_a_pause_within_a_call_leaves_no_gap_in_a_text(target: Any, head: DartHe
 
 
 def test_it_goes_back_where_learning_does_not_win(target: Any, head: DartHead) -> None:
-    """Steps that are much too large: no draft is made with them, and it waits for other text."""
-    learner = learning(target, head, learning_rates=(1e3,))
+    """Steps that are much too small: no draft is made with them, and it waits for other text."""
+    learner = learning(target, head, learning_rates=(1e-9,))
     before = copies(head)
     for seed in range(60):  # how many it takes depends on the time that steps take
         assert_identical(target, head, prompts(RAGGED, seed=seed), seed=seed, **SAMPLED)
@@ -404,7 +404,7 @@ def test_attached_and_detached(target: Any, head: DartHead) -> None:
 def test_sixteen_bits(target: Any) -> None:
     """Small steps add up."""
     head = tiny_head(target, feature_layers=LAYERS["determined"]).to(torch.bfloat16)
-    learner = learning(target, head, learning_rates=(1e-5,), share=0)
+    learner = learning(target, head, learning_rates=(1e-4,), share=0)
     for _ in range(61):
         assert learner.step() is not None
     weights = copies(learner._student.frozen)
@@ -417,7 +417,7 @@ def test_saved_heads_load(target: Any, head: DartHead, rank: int | None, tmp_pat
     """Saved as a head, or as an adapter of the one that it came from."""
     head.save_pretrained(tmp_path / "base")
     head = DartHead.from_pretrained(str(tmp_path / "base"), target=target)
-    learner = learning(target, head, lora_rank=rank, learning_rates=(1e-2,))
+    learner = learning(target, head, lora_rank=rank, learning_rates=(1e-1,))
     teach(learner, target, head)
     assert learner.stats.learnt
     learner.save(str(tmp_path / "learnt"))
