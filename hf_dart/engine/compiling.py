@@ -47,7 +47,6 @@ def compiled(part: Any, config: EngineConfig) -> Callable[..., Any]:
     own = FunctionType(code, part.__func__.__globals__, name, part.__func__.__defaults__, part.__func__.__closure__)
     whole = MethodType(own, part.__self__)
     options: dict[str, Any] = {} if config.mode is None else torch._inductor.list_mode_options(config.mode)
-    if hasattr(torch.compiler, "skip_all_guards_unsafe"):  # from PyTorch 2.9 on
-        # `engine.signature` says when parts are to be compiled again; guards would look at every weight in every round.
-        options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    # `engine.signature` says when parts are to be compiled again; guards would look at every weight in every round.
+    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
     return torch.compile(whole, fullgraph=True, backend=config.backend, options=options, dynamic=False)

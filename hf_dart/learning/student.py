@@ -14,6 +14,7 @@ from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.learning.ring import Segment
 from hf_dart.models.devices import where_it_runs
+from hf_dart.training.muon import MUON, matrix_names
 from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.drafting import eagle_states, head_states
@@ -26,17 +27,15 @@ PASSES: dict[type, Callable[..., Tensor]] = {DartHead: head_states, EagleDrafter
 SEGMENTS, BLOCKS = 4, 16  # texts in a step, and blocks that begin in each
 _ANYWHERE = 0.5  # share of the segments in which drafts begin anywhere
 _WARMUP = 10  # steps
-_MUON: dict[str, Any] = {"weight_decay": 0.0, "momentum": 0.8, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"}
 _AVERAGED = 16  # steps over which the running mean of the weights reaches
 _LOGITS = 2**23  # numbers that are held at once
 _IMPOSSIBLE = -1e4  # a logit of no weight
-_FIXED = ("selector", "editor", "lm_head", "embed_tokens")  # parts of a head that stay as they are
+_FIXED = ("selector", "editor")  # parts of a head that stay as they are
 
 
 def trained_names(drafter: Any) -> list[str]:
-    """Names of the matrices that learn: those that require gradients, of the layers and what is in front of them."""
-    named = [(name, one) for name, one in drafter.named_parameters() if name.split(".")[0] not in _FIXED]
-    return [name for name, one in named if one.requires_grad and one.ndim == 2 and min(one.shape) > 1]
+    """Names of the weights that learn: matrices of the layers and of what is in front of them."""
+    return [name for name in matrix_names(drafter) if name.split(".")[0] not in _FIXED]
 
 
 class Student:
@@ -91,7 +90,7 @@ class Student:
             # Steps are too small for 16 bits.
             self._masters = [one.detach().to(torch.promote_types(one.dtype, torch.float32)).clone() for one in weights]
             self._means = [one.clone() for one in self._masters]
-            self._optimizer = torch.optim.Muon(self._masters, **_MUON)
+            self._optimizer = torch.optim.Muon(self._masters, weight_decay=0.0, **MUON)
         drafted = batch["drafted"]
         anywhere = (torch.rand(len(segments), 1, generator=self.generator) < _ANYWHERE).to(drafted.device)
         anywhere |= drafted.sum(1, keepdim=True) < BLOCKS // 2  # drafts had paused

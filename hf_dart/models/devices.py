@@ -49,14 +49,12 @@ def users_default() -> AbstractContextManager[Any]:
 
 
 def matmul_precision() -> tuple[str, ...]:
-    """Return the precision of float32 matrix products that PyTorch is set to: on GPUs and the CPU, or everywhere.
+    """Return the precision of float32 matrix products that PyTorch is set to, on GPUs and on the CPU.
 
-    Once a switch of one backend was used (torch 2.9 and newer have them), the getter for all of them raises.
+    Once a switch of one backend was used, the getter for all of them raises.
     """
     backends: Any = torch.backends
-    if hasattr(backends.cuda.matmul, "fp32_precision"):
-        return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
-    return (torch.get_float32_matmul_precision(),)
+    return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
 
 
 def device_of(module: Any) -> torch.device:

@@ -8,7 +8,6 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -140,23 +139,19 @@ def test_hooks_and_autocast(pair: Trio) -> None:
     assert made.tiers != before
 
 
-def test_switches_of_precision(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of torch 2.9, with which the older one raises; other graphs after them. Older versions have that one."""
+def test_switches_of_precision(pair: Trio) -> None:
+    """Those of each backend, with which the one of all raises; other graphs after them."""
     target, head, made = pair
-    matmul = torch.backends.cuda.matmul
-    if hasattr(matmul, "fp32_precision"):
-        target.generate(**prompts([7]), assistant=head, **GREEDY)
-        before = made.tiers
-        try:
-            matmul.fp32_precision = "tf32"
-            assert matmul_precision()[0] == "tf32"
-            check_verification(tiny_target("qwen3"))
-            assert_identical(target, head, prompts([7]), **GREEDY)
-        finally:
-            matmul.fp32_precision = "none"
-        assert made.tiers != before
-    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())
-    assert matmul_precision() == (torch.get_float32_matmul_precision(),)
+    target.generate(**prompts([7]), assistant=head, **GREEDY)
+    before = made.tiers
+    try:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        assert matmul_precision()[0] == "tf32"
+        check_verification(tiny_target("qwen3"))
+        assert_identical(target, head, prompts([7]), **GREEDY)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert made.tiers != before
 
 
 def test_copies_have_none(pair: Trio) -> None:

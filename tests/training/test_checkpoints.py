@@ -41,7 +41,9 @@ def trainer_of(folder: Path, head: Any = None, **arguments: Any) -> Any:
     return trainer_on(folder, ROWS * 4, ROWS[:1], head or tiny_head, **{**fields, **arguments})
 
 
-RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 2}
+RUN: dict[str, Any] = {
+    "max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 2, "muon_learning_rate": 1e-2
+}  # fmt: skip
 
 
 def test_a_run_that_did_not_fit_and_one_that_was_killed_go_on_as_if_nothing_had_been(tmp_path: Path) -> None:

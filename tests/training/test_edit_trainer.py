@@ -19,8 +19,11 @@ TARGET = tiny_target(torch.float64)
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 OWN = {"true": 0.0, "sampled": 0.0}  # shares of the blocks: all hold the head's own draft
 SHAPES = [
-    {}, {"num_layers": 2}, {"mask_mode": "peagle", "mask_token_id": 1},
-    {"input_form": "stream", "num_layers": 2}, {"block_attention": "bidirectional"},
+    {},
+    {"num_layers": 2},
+    {"mask_mode": "peagle", "mask_token_id": 1},
+    {"input_form": "stream", "num_layers": 2},
+    {"block_attention": "bidirectional"},
     {"draft_vocabulary": range(0, TARGET.config.vocab_size, 2)},
 ]
 

@@ -27,9 +27,13 @@ from hf_dart.training import DartTrainer, DartTrainingArguments
 
 ROWS = [[24], [8, -16], [12, 12], [6, -18]]  # unequal numbers of blocks on the two sides
 PARTS: dict[str, dict[str, Any]] = {
-    "dart": {}, "left_to_right": {"loss": "left_to_right"}, "lk": {"loss": "lk"}, "own_lm_head": {"loss_chunk": 0},
+    "dart": {},
+    "left_to_right": {"loss": "left_to_right"},
+    "lk": {"loss": "lk"},
+    "own_lm_head": {"loss_chunk": 0},
     "selector": {"selector_only": True, "selector_noise": 0.0},  # processes draw noise of their own
 }
+MUON = {"muon": {"muon_learning_rate": 1e-2}}
 
 
 def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -68,9 +72,11 @@ def test_a_sharded_head_trains_and_resumes_as_a_whole_one(tmp_path: Path) -> Non
             (run / "checkpoint-2").rename(run / f"whole-{len(results)}")
     for other in results[1:]:
         assert_same(results[0], other)
-    ended = launch(2, "fsdp", "selector", str(tmp_path))  # a part beside the head is not sharded
-    assert ended.returncode != 0
-    assert "without fsdp" in ended.stderr, ended.stderr[-3000:]
+    # A part beside the head is not sharded, and no part of a matrix can be trained as one.
+    for part, told in (("selector", "without fsdp"), ("muon", "whole matrices")):
+        ended = launch(2, "fsdp", part, str(tmp_path))
+        assert ended.returncode != 0
+        assert told in ended.stderr, ended.stderr[-3000:]
 
 
 @pytest.mark.parametrize("kind", [DartHead, EagleDrafter, DiffusionDrafter])
@@ -97,7 +103,7 @@ def main(kind: str, part: str, folder: str) -> None:
         head.add_selector(8)
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
     options |= {"decode_prompts": 2, "decode_prompt_tokens": 6, "anchors_per_row": 24, "fsdp": sharded}
-    options |= {"per_device_train_batch_size": 4 // processes, **PARTS[part]}
+    options |= {"per_device_train_batch_size": 4 // processes, **(PARTS | MUON)[part]}
     options |= {} if kind == "fsdp" else {"optim": "sgd", "max_grad_norm": 0.0}
     rows, trainer_kind = token_rows(ROWS), Sharded if sharded else DartTrainer
     trainer = tiny_trainer(Path(folder), head, target, rows, rows, trainer_kind, **options)

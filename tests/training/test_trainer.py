@@ -88,6 +88,16 @@ def test_runs_that_stop(tmp_path: Path) -> None:
         trainer.evaluate(short)
 
 
+@pytest.mark.parametrize("muon", [True, False])
+def test_matrices_learn_by_muon_and_other_weights_by_adamw(tmp_path: Path, muon: bool) -> None:
+    rates = {"muon_learning_rate": 1e-2 * muon, "learning_rate": 1e-2 * (not muon)}
+    trainer = trainer_on(tmp_path, ROWS * 4, max_steps=2, **rates)
+    before = copies(trainer.drafter)
+    trainer.train()
+    matrices = {name for name in before if "proj" in name or name == "fc.weight"}
+    assert changed(trainer.drafter, before) == (matrices if muon else {*before} - matrices)
+
+
 def masked(rows: list[dict[str, Any]], learned: bool) -> list[dict[str, Any]]:
     return [{**row, "loss_mask": torch.full((len(row["input_ids"]),), learned)} for row in rows]
 

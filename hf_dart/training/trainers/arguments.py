@@ -98,6 +98,9 @@ class DrafterTrainingArguments(TrainingArguments):
         0, "prompts to decode at every evaluation: beginnings of its first rows, or what comes before a first reply"
     )
     decode_prompt_tokens: int = option(32, "tokens of each decoded prompt")
+    muon_learning_rate: float | None = option(
+        None, "train matrices by Muon at this rate, such as 1e-2; other weights learn by optim at learning_rate"
+    )
     loss_chunk: int = option(64, "blocks whose logits are held at a time; 0: all")
     resume_from_checkpoint: str | None = option(
         None, "go on from this checkpoint; alone: the newest of the run", nargs="?", const="true"

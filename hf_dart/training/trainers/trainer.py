@@ -25,6 +25,7 @@ from hf_dart.hub.publish import push_folder
 from hf_dart.training.checkpoints import Patience, WholeCheckpoints
 from hf_dart.training.data.images import collate
 from hf_dart.training.data.sources import pack_dataset
+from hf_dart.training.muon import MuonAndOther, matrix_names
 from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import log_acceptance
@@ -73,6 +74,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     passes: ClassVar[tuple[str, ...]] = ("",)
     """The passes whose drafts an evaluation counts, the first one without a name."""
     evaluates = False  # True while a batch is evaluated
+    optimizer: Any
     recipe: dict[str, Any] | None = None  # the options of `hf-dart train`, for the record of the training
 
     def __init__(
@@ -110,6 +112,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             if columns is not None and "documents" not in columns:
                 kwargs[name] = pack_dataset(data, processing_class, drafter.draft_length, max_length, drafter.config)
         super().__init__(model=drafter, args=args, compute_metrics=self._figures, **kwargs)
+        if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise ValueError("Muon needs whole matrices, which FSDP and DeepSpeed split; leave muon_learning_rate out.")
         self.args: Any = args
         self.drafter: AnyDrafter = drafter
         self.target, self.teacher = target, Teacher(target, drafter)
@@ -128,6 +132,20 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             self.add_callback(evaluation.DecodingCallback(self, prompts, tree_config=tree))
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """Return the optimizer of `optim`, for the matrices Muon if `muon_learning_rate` is given."""
+        args = self.args
+        if args.muon_learning_rate is None:
+            return super().create_optimizer(model)
+        if self.optimizer is None:
+            matrices = {name: self.drafter.get_parameter(name) for name in matrix_names(self.drafter)}
+            named = self.drafter.named_parameters()
+            others = [weight for name, weight in named if weight.requires_grad and name not in matrices]
+            kind, options = self.get_optimizer_cls_and_kwargs(args, self.drafter)
+            other = kind([{"params": others, "weight_decay": 0.0}], **options)
+            self.optimizer = MuonAndOther([*matrices.values()], args.muon_learning_rate, args.weight_decay, other)
+        return self.optimizer
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Add to a batch what is random about it: `anchors` [B, K], the places of its blocks, and a `seed` of noise.
