@@ -60,10 +60,6 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     "a number as the drafter": (called(assistant=3), "assistant="),
     "a module as the drafter": (called(assistant=torch.nn.Linear(2, 2)), "assistant="),
     "a class as the drafter": (called(assistant=DartHead), "not the class DartHead; load one with DartHead.from_pre"),
-    "a class as the learner": (
-        lambda model, head, run: attach(model, head, learner=hf_dart.Learner),
-        "learner= takes a hf_dart.Learner",
-    ),
     "a wrapped target": (
         lambda model, head, run: attach(torch.nn.DataParallel(model), head),
         "DataParallel is no model of transformers; give the one inside it",
