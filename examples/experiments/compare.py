@@ -79,6 +79,10 @@ SUITES: dict[str, dict[str, Variant]] = {
         "the target's last layer, LoRA 8": Variant(_COPIED, lora={"lora_rank": 8}),
         "the target's last layer, LoRA 32": Variant(_COPIED, lora={"lora_rank": 32}),
     },
+    "optimizers": {
+        "AdamW": Variant(),
+        **{f"Muon, {rate}": Variant(training={"muon_learning_rate": rate}) for rate in (0.005, 0.01, 0.02)},
+    },
 }
 """Variants by table and name; the first of each is what the others are compared with."""
 
