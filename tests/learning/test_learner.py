@@ -302,6 +302,20 @@ def test_drafts_are_learnt_where_rounds_began(
     assert (drawn[-1] >= 0).any(1).all()
 
 
+def test_a_running_mean_of_the_weights_drafts(target: Any, head: DartHead) -> None:
+    learner = learning(target, head, share=0)
+    student, means = learner._student, list[torch.Tensor]()
+    for number in range(1, 41):
+        learner.step()
+        weights = [one.clone() for one in student._masters]
+        reach = min((number + 1) / 2, 16)
+        means = [old.lerp(new, 1 / reach) for old, new in zip(means or weights, weights, strict=True)]
+    student.use(True)
+    for name, weight, mean in zip(student.names, weights, means, strict=True):
+        assert not torch.equal(weight, mean)
+        assert torch.equal(head.get_parameter(name), mean)
+
+
 def test_memory_is_bounded_and_text_is_learnt_from_only_after_the_comparison(target: Any, head: DartHead) -> None:
     limit = 1024 * (3 * target.config.hidden_size + 1) * 8
     learner = learning(target, head, memory=limit, share=0)
