@@ -112,8 +112,9 @@ class Student:
                 group["lr"] = rate * min(1.0, self.steps / _WARMUP)
             self._optimizer.step()
             self._optimizer.zero_grad()
+            reach = min((self.steps + 7) / 8, _AVERAGED)  # at first they change much
             for mean, master in zip(self._means, self._masters, strict=True):
-                mean.lerp_(master, 1 / min(_AVERAGED, self.steps / 2 + 0.5))
+                mean.lerp_(master, 1 / reach)
         self._copy(self._means, self.learnt)
         return float(loss.detach())
 

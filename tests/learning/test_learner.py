@@ -308,7 +308,7 @@ def test_a_running_mean_of_the_weights_drafts(target: Any, head: DartHead) -> No
     for number in range(1, 41):
         learner.step()
         weights = [one.clone() for one in student._masters]
-        reach = min((number + 1) / 2, 16)
+        reach = min((number + 7) / 8, 16)
         means = [old.lerp(new, 1 / reach) for old, new in zip(means or weights, weights, strict=True)]
     student.use(True)
     for name, weight, mean in zip(student.names, weights, means, strict=True):
