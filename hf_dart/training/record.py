@@ -45,6 +45,7 @@ def training_record(trainer: Any) -> dict[str, Any]:
         "evaluation": evaluation,
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "learning_rate": args.learning_rate,
+        "muon_learning_rate": args.muon_learning_rate,
         "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
         "seed": args.seed,
         "precision": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
