@@ -23,13 +23,13 @@ from hf_dart.learning.student import PASSES, SEGMENTS, Student, trained_names
 from hf_dart.models.devices import host_by_default
 
 _LESSON = 512  # fresh positions on which the two heads are compared, before they are learnt from
-_FEW, _LONGER = 8, 4  # after fewer steps than these, and while learning waits, so many times as many positions
+_FEW, _LONGER = 4, 4  # after fewer steps than these, and while learning waits, so many times as many positions
 _DRAFTS = 64  # that are compared at a time
 _KEPT = 0.7  # weight of earlier comparisons, from one to the next
 _SURE = 2.0  # standard errors by which the learnt head has to win before it drafts
 _LOST = -2.0  # by which it has lost
 _PATIENCE = 6  # comparisons in a row without a win after which a learning rate is given up,
-_LEAST = 32  # but not before so many steps: the first ones lead anywhere
+_LEAST = 16  # but not before so many steps: the first ones lead anywhere
 _SLEEP = 8192  # positions until learning is tried again after all of them were, the first time; then twice as many
 _CHANGE = 0.1  # by which the frozen head's acceptance length changes before that, if the text does
 _SPACING = 8  # positions served for each step, at least
