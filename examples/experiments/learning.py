@@ -1,7 +1,7 @@
 """Gains and costs of a `Learner`: tau on texts that it never learns from, while others are served.
 
     python learning.py shifted    # the target is fine-tuned on C++ headers, which the head has not seen
-    python learning.py other      # headers, with the target as it is
+    python learning.py other      # headers, or --text FILES, with the target as it is
     python learning.py same       # Python, for which the head was trained: there is nothing to learn
     python learning.py untrained  # Python, with a head of random weights
     python learning.py anchors    # headers: the same steps on the same texts, from drafts that begin here or there
@@ -51,6 +51,13 @@ def python_tokens(tokenizer: Any) -> list[list[int]]:
     return [ids[PIECE : 2 * PIECE] for ids in tokens if len(ids) >= 2 * PIECE]
 
 
+def file_tokens(tokenizer: Any, files: list[Path]) -> list[list[int]]:
+    """Pieces of files, cut one after another."""
+    texts = (file.read_text(encoding="utf8", errors="replace")[: 400 * 4 * PIECE] for file in sorted(files))
+    tokens = [tokenizer(text, verbose=False)["input_ids"] for text in texts]
+    return [ids[start : start + PIECE] for ids in tokens for start in range(0, len(ids) - PIECE, PIECE)]
+
+
 def drafted(model: Any, head: Any, prompts: list[list[int]], number: int, new: int, nodes: int) -> DraftStats:
     ids = torch.tensor(prompts)
     torch.manual_seed(number)
@@ -69,7 +76,10 @@ def measured(kind: str, arguments: argparse.Namespace) -> dict[str, Any]:
     pair = load_pair(arguments.target, arguments.head, "float32")
     model, head = pair.model, pair.head
     begin = pair.tokenizer("")["input_ids"]  # <bos>, or nothing
-    pieces = (python_tokens if kind in ("same", "untrained") else header_tokens)(pair.tokenizer)
+    if arguments.text:
+        pieces = file_tokens(pair.tokenizer, arguments.text)
+    else:
+        pieces = (python_tokens if kind in ("same", "untrained") else header_tokens)(pair.tokenizer)
     rows = [begin + piece for piece in pieces]
     random.Random(1).shuffle(rows)
     prompts = [row[:PROMPT] for row in rows]
@@ -151,6 +161,7 @@ def main() -> None:
     parser.add_argument("kind", choices=("shifted", "other", "same", "untrained", "anchors"))
     parser.add_argument("--target", help="folder or Hub id (default: that of --head)")
     parser.add_argument("--head", help="folder or Hub id (default: the packaged pair's)")
+    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="in place of headers or Python")
     parser.add_argument("--tokens", type=int, default=20000, help="to be served (default: %(default)s)")
     parser.add_argument("--rows", type=int, default=1, help="texts at a time (default: %(default)s)")
     parser.add_argument("--nodes", type=int, default=TREE["nodes"], help="of each tree (default: %(default)s)")
