@@ -189,6 +189,7 @@ def check(target: Any, request: Drawn, handle: Handle) -> None:
             pytest.param(*case, marks=[pytest.mark.matrix, needs_running_states])
             for case in product(("llama", "gemma3", "gpt2", "mixtral", "qwen3_5"), DRAFTERS, range(12))
             if case[0] == "llama" or case[1] not in ("mtp", "gemma4")
+            if case[:2] != ("qwen3_5", "language model")  # one with running states drafts for nobody
         ),
     ],
 )
