@@ -219,7 +219,7 @@ def test_each_writes_what_it_writes_alone(
         check(target, request, handle)
     assert batcher.most_held <= batcher.max_tokens
     assert (batcher.running, batcher.waiting) == (0, 0)
-    if seed == 0:
+    if (family, seed) == ("llama", 0):
         assert store.tokens > 0
         assert batcher.most_at_once > 1
     if learner is not None:
