@@ -25,7 +25,7 @@ class MuonAndOther(torch.optim.Optimizer):
         self._take_groups()
 
     def _take_groups(self) -> None:
-        self.param_groups = [*self._muon.param_groups, *self._other.param_groups]
+        self.param_groups = [*self._other.param_groups, *self._muon.param_groups]  # logged is the first one's rate
 
     def step(self, closure: Any = None) -> Any:
         """Take a step of both."""

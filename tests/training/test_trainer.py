@@ -91,9 +91,10 @@ def test_runs_that_stop(tmp_path: Path) -> None:
 @pytest.mark.parametrize("muon", [True, False])
 def test_matrices_learn_by_muon_and_other_weights_by_adamw(tmp_path: Path, muon: bool) -> None:
     rates = {"muon_learning_rate": 1e-2 * muon, "learning_rate": 1e-2 * (not muon)}
-    trainer = trainer_on(tmp_path, ROWS * 4, max_steps=2, **rates)
+    trainer = trainer_on(tmp_path, ROWS * 4, max_steps=2, logging_steps=1, **rates)
     before = copies(trainer.drafter)
     trainer.train()
+    assert trainer.state.log_history[0]["learning_rate"] == rates["learning_rate"]
     matrices = {name for name in before if "proj" in name or name == "fc.weight"}
     assert changed(trainer.drafter, before) == (matrices if muon else {*before} - matrices)
 
