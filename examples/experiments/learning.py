@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.1, help="of the learner (default: %(default)s)")
     parser.add_argument("--tuning", type=float, default=60, help="seconds of fine-tuning (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of anchors (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of anchors (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=1e-2, help="learning rate of anchors (default: %(default)s)")
     parser.add_argument("--alone", action="store_true", help="do not repeat each call without the learner")
     parser.add_argument("--json", type=Path, help="file of figures by kind, in which this kind is replaced")
     arguments = parser.parse_args()
