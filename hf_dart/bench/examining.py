@@ -23,7 +23,7 @@ from hf_dart.hub.machine import hardware, versions
 from hf_dart.hub.publish import BENCH
 from hf_dart.hub.tables import OURS, STOCK, Verdict, markdown
 from hf_dart.models.attention import TreeAttention
-from hf_dart.models.features import table_of
+from hf_dart.models.features import vocabulary_size
 from hf_dart.models.packed_weights import free_memory, packable
 from hf_dart.models.tokenizers import template_hash
 
@@ -127,8 +127,8 @@ def _fit(pair: Pair) -> Iterator[Check]:
     config = vars(pair.head).get("config")
     known = getattr(config, "tokenizer_hash", None)
     yield _check("tokenizer", True, "the drafter names none" if known is None else "as that of the training", "")
-    drafted, table = getattr(config, "draft_vocab_size", None), table_of(pair.model.get_input_embeddings())
-    yield _check("vocabulary", True, f"{table.num_embeddings} tokens, {drafted or 'all'} of which are drafted", "")
+    drafted, known_tokens = getattr(config, "draft_vocab_size", None), vocabulary_size(pair.model)
+    yield _check("vocabulary", True, f"{known_tokens} tokens, {drafted or 'all'} of which are drafted", "")
     known, template = getattr(config, "chat_template_hash", None), pair.tokenizer.chat_template
     same = known is None or (isinstance(template, str) and template_hash(template) == known)
     found = "the drafter names none" if known is None else f"{'as' if same else 'other than'} that of the training"

@@ -14,7 +14,7 @@ from hf_dart.bench import speed
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
 from hf_dart.hub.tables import STOCK
-from hf_dart.models.features import table_of
+from hf_dart.models.features import vocabulary_size
 from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
 
@@ -48,7 +48,7 @@ def measure(
     (growth, walk, masks) is part of its cost. The results are rounded. Copied text fills no tree of a given size.
     """
     head, levels = pair.head, takes_levels(pair.model)
-    vocabulary = table_of(pair.model.get_input_embeddings()).num_embeddings
+    vocabulary = vocabulary_size(pair.model)
     prompt = torch.randint(vocabulary, (context,), generator=torch.Generator().manual_seed(0)).tolist()
     # If levels are computed one by one, each has a cost of its own: sizes are measured on one level, and a level costs
     # what a chain costs more than as many nodes on one level.

@@ -19,7 +19,7 @@ from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import DrafterState
 from hf_dart.drafters.base import AT_ONCE, Verified, entries_of
 from hf_dart.models.devices import users_default
-from hf_dart.models.features import table_of
+from hf_dart.models.features import vocabulary_size
 from hf_dart.models.positions import moving_rotary, refuse_crossing
 from hf_dart.models.stock_steps import cache_after, extra_inputs, next_inputs, position_shift
 from hf_dart.models.support import refuse_cache, refuse_compressed
@@ -56,7 +56,7 @@ class PromptReader:
         prompt = request.prompt[:, request.cached - request.total :]
         if request.multimodal and not prompt.is_floating_point():
             # Ids of images may have no embedding: such models look up another token there before inserting the image's.
-            prompt = torch.where(prompt < table_of(request.model.get_input_embeddings()).num_embeddings, prompt, 0)
+            prompt = torch.where(prompt < vocabulary_size(request.model), prompt, 0)
         self._prompt = prompt  # the ids [B, T] or embeddings [B, T, E] that prefill runs over
         self._pads = torch.tensor([max(pad - request.cached, 0) for pad in request.pads])
         self._next = 0  # slot of the first position that was not handed on

@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
-from hf_dart.models.features import table_of
+from hf_dart.models.features import vocabulary_size
 
 
 class AdditivePenaltyLogitsProcessor(LogitsProcessor):
@@ -98,7 +98,7 @@ def refuse_grammars(processors: LogitsProcessorList, target: Any, rows: int) -> 
                 f"The processor has {count} grammars for {rows} rows of text; give one, or one for each row."
             )
     for size in (size for processor in processors for size in _sizes(processor)):
-        known = table_of(target.get_input_embeddings()).num_embeddings
+        known = vocabulary_size(target)
         if size > known:
             raise ValueError(
                 f"The grammar was compiled for a tokenizer of {size} tokens, and the target has {known}; compile it "

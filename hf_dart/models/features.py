@@ -39,6 +39,11 @@ def table_of(embeddings: nn.Module) -> Any:
     return next(part for part in embeddings.modules() if hasattr(part, "num_embeddings"))
 
 
+def vocabulary_size(model: PreTrainedModel) -> int:
+    """Return the number of tokens that a model has embeddings for."""
+    return int(table_of(model.get_input_embeddings()).num_embeddings)
+
+
 def layer_count(target: PreTrainedModel) -> int:
     """Return the number of layers of a target (a causal LM) whose hidden states it returns for text.
 

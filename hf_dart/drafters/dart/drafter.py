@@ -26,7 +26,7 @@ from hf_dart.hub import card_texts
 from hf_dart.interop.eagle3 import eagle3_format, is_peagle, read_published
 from hf_dart.interop.original_dart import original_format, read_original
 from hf_dart.models.devices import host_by_default
-from hf_dart.models.features import table_of
+from hf_dart.models.features import vocabulary_size
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -83,9 +83,7 @@ class DartHead(DartModel):
             ValueError: a field is out of range, or the target's layers cannot be copied.
         """
         if tokenizer is not None and config.get("mask_mode") == "peagle" and config.get("mask_token_id") is None:
-            config["mask_token_id"] = unused_token(
-                tokenizer, int(table_of(target.get_input_embeddings()).num_embeddings)
-            )
+            config["mask_token_id"] = unused_token(tokenizer, vocabulary_size(target))
         if copy_layer is not None:
             config = copied_fields(target, copy_layer, **config)
         head = super().from_target(target, tokenizer=tokenizer, seed=seed, **config)

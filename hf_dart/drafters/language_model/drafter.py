@@ -31,7 +31,7 @@ from hf_dart.interop.eagle3 import eagle1_format
 from hf_dart.interop.mtp_module import module_format
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import device_of, users_default
-from hf_dart.models.features import lm_head_of, table_of
+from hf_dart.models.features import lm_head_of, vocabulary_size
 from hf_dart.models.positions import position_limit
 from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.models.tokenizers import tokenizer_beside, vocabulary_hash
@@ -96,7 +96,7 @@ class LanguageModelDrafter(StockDrafter):
         known = (text.pad_token_id, text.bos_token_id, text.eos_token_id, 0)
         # Read in place of tokens for which the model has no embeddings.
         self._unknown = next(token for token in known if isinstance(token, int) and token >= 0)
-        self._rows = int(table_of(model.get_input_embeddings()).num_embeddings)
+        self._rows = vocabulary_size(model)
         self._last_position = position_limit(model)
         parameters = inspect.signature(type(model).forward).parameters
         self._keeps, self._places = "logits_to_keep" in parameters, takes_positions(model)
@@ -205,7 +205,7 @@ class LanguageModelDrafter(StockDrafter):
 def check_vocabulary(model: PreTrainedModel, target: PreTrainedModel, tokenizer: Any) -> None:
     """Raise a ValueError if the tokens of two models are not the same, as far as that is known."""
     ours, theirs = tokenizer_beside(model), tokenizer_beside(target) if tokenizer is None else tokenizer
-    tables = [int(table_of(one.get_input_embeddings()).num_embeddings) for one in (model, target)]
+    tables = [vocabulary_size(one) for one in (model, target)]
     rows = min(tables)
     if ours is None or theirs is None:
         same = tables[0] == tables[1]

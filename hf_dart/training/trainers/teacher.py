@@ -19,7 +19,7 @@ from hf_dart.drafters.draft_vocabulary import LMHeadRows
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import device_of, has_rows
-from hf_dart.models.features import lm_head_of, table_of
+from hf_dart.models.features import lm_head_of, vocabulary_size
 from hf_dart.models.packed_weights import pack, packed_weights
 from hf_dart.models.tolerance import same
 from hf_dart.models.verify import features_request, gather_features, merged_embeddings
@@ -87,7 +87,7 @@ class Teacher:
         output, logits = self._forward(ids, places, everything, {**seen, "output_hidden_states": True})
         read = merged_embeddings(self.target, output, ids) if self.drafter.reads_embeddings else None
         if read is None:  # ids of images may have no embedding
-            read = torch.where(ids < table_of(self.target.get_input_embeddings()).num_embeddings, ids, 0)
+            read = torch.where(ids < vocabulary_size(self.target), ids, 0)
         return self._features_of(output, ids), self._goals(places, logits, everything), read
 
     def _forward(self, ids: Tensor, places: Tensor, everything: bool, inputs: dict[str, Any]) -> tuple[Any, Tensor]:
