@@ -53,7 +53,7 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
     with args.main_process_first(desc="preparing the data"):
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
     size = recipe.head.config().get("draft_vocab_size")
-    if size is not None:
+    if size is not None and size != head.config.draft_vocab_size:  # a head that goes on keeps its tokens
         covered = _reduce_vocabulary(head, size, train_rows, tokenizer.eos_token_id)
         if args.should_log:
             say(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the text that is learned.")
@@ -143,10 +143,10 @@ def _head(
         if selector_only:
             raise ValueError("selector_only trains the selector of a trained head; name it with head.")
         return kind.from_target(model, tokenizer=tokenizer, **config).float()
-    fixed = [name for name in config if name not in kind.config_class.changeable]
-    if fixed:
-        raise ValueError(f"{fixed[0]} shapes a new head, and {arguments.head} has its shape; leave one of them out.")
     head: Any = kind.from_pretrained(arguments.head, target=model, tokenizer=tokenizer).float()
+    for name, value in config.items():
+        if name not in kind.config_class.changeable and value != getattr(head.config, name, None):
+            raise ValueError(f"{name} {value} shapes a new head, and {arguments.head} has its shape; leave one out.")
     rank, sort = config.pop("selector_rank", None), config.pop("selector_kind", "bigram")
     if rank is not None and head.selector is None:
         head.add_selector(rank, kind=sort)

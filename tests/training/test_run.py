@@ -129,7 +129,7 @@ def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pyt
     assert "denoise_steps=2 and this run 1" in capsys.readouterr().err
 
     on = recipe.parent / "on"
-    change(recipe, "draft_length", "feature_layers", "num_layers", head=str(final), output_dir=str(on))
+    change(recipe, head=str(final), output_dir=str(on))
     assert main(["train", str(recipe), "--unmasking", "left_to_right", "--revealed_share", "1"]) == 0
     after = loaded(on / "final", DiffusionDrafter)
     assert after.unmasking == "left_to_right"
@@ -141,6 +141,12 @@ def test_an_eagle_head_is_trained_to_draft_some_tokens_alone(recipe: Path) -> No
     assert main(["train", str(recipe)]) == 0
     drafter = loaded(run_of(recipe) / "final", EagleDrafter)
     assert (len(drafter.draft_vocabulary), drafter.logits(torch.ones(1, 256)).shape) == (20, (1, 20))
+    others = recipe.parent / "others.txt"
+    others.write_text("Some other words.\n" * 40, encoding="utf8")
+    options = {"head": str(run_of(recipe) / "final"), "output_dir": str(recipe.parent / "on")}
+    change(recipe, drafter="eagle", train_data=[str(others)], eval_documents=0, **options)
+    assert main(["train", str(recipe)]) == 0  # by the same recipe, on other text
+    assert torch.equal(loaded(recipe.parent / "on" / "final", EagleDrafter).draft_vocabulary, drafter.draft_vocabulary)
 
 
 def test_edit_passes_and_a_copied_layer_are_trained_by_the_command(recipe: Path) -> None:
@@ -193,7 +199,7 @@ def test_mistakes_get_one_sentence_and_write_nothing(
         (["--include_num_input_tokens_seen", "some"], "invalid choice: 'some'"),
         (["more.yaml"], "'more.yaml' belongs to no option"),
         (["--quantization", "4bit"], "give a JSON object"),
-        (["--head", "./nowhere"], "draft_length shapes a new head"),
+        (["--head", str(PACKAGED_HEAD)], "draft_length 3 shapes a new head"),
         (["--selector_only", "--loss", "dart"], "name it with head"),
         (["--feature_layers", "99"], "feature_layers has 99, and the target's"),
         (["--resume_from_checkpoint"], "holds no checkpoint"),
