@@ -60,6 +60,9 @@ _EAGLE = {
 _LAYER = ("attention_bias", "mlp_bias", "layer_types", "sliding_window", "use_sliding_window", "rope_parameters",
           "rope_scaling", "rope_theta")  # fmt: skip
 
+_EACH_NORM = [f"fc_norm.{tap}" for tap in range(4)]
+_AUX_NORMS = ["aux_norm_low", "aux_norm_mid", "aux_norm_high"]
+
 
 def layer_of(config: dict[str, Any]) -> dict[str, Any]:
     """The fields of the decoder layer."""
@@ -88,7 +91,8 @@ def eagle3_tensors(
     further: list[tuple[Any, dict[str, tuple[int, ...]]]] = [
         (config.get("bias"), {"fc.bias": (hidden,)}),
         (config.get("norm_before_fc"), {"input_norm.weight": (fused,)}),
-        (config.get("fc_norm"), {f"fc_norm.{tap}.weight": (feature,) for tap in range(taps)}),
+        (config.get("fc_norm"), {f"{name}.weight": (feature,) for name in _EACH_NORM[:taps]}),
+        (config.get("use_aux_norm"), {f"{name}.weight": (feature,) for name in _AUX_NORMS}),
         (own_embeddings, {"embed_tokens.weight": (size, hidden)}),
         ("mask_token_id" in config, {"mask_hidden": (1, 1, fused)}),
         ("draft_length" in config, {f"{first}.mask_rep": (2 * hidden,)}),
@@ -150,6 +154,7 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "original, yarn": (ORIGINAL, {"rope_scaling": YARN}),
     "original, head_dim from the shapes": (ORIGINAL, {}),
     "original, a table of its own": (ORIGINAL, {}, {"own_embeddings": True}),
+    "original, a norm for each layer": (ORIGINAL, {"use_aux_norm": True}),
     "original, DeepSeek's": (
         ORIGINAL,
         {"architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "target_layer_ids": [0, 1, 3, 4, 6],
@@ -233,9 +238,9 @@ def forward(
         features = torch.cat([features, slot.expand(masks, -1)])
     if config.get("norm_before_fc"):
         features = norm(features, "input_norm")
-    if config.get("fc_norm"):
-        count = sum(name.startswith("fc_norm.") for name in weights)
-        features = torch.cat([norm(x, f"fc_norm.{tap}") for tap, x in enumerate(features.chunk(count, -1))], -1)
+    if norms := [name for name in _EACH_NORM + _AUX_NORMS if f"{name}.weight" in weights]:
+        parts = zip(features.chunk(len(norms), -1), norms, strict=True)
+        features = torch.cat([norm(part, name) for part, name in parts], -1)
     joined = f"{first}.hidden_norm.weight" not in weights
     fused = features if joined else project(features, "fc")
     keys, values = ([list[Tensor]() for _ in range(layer["num_hidden_layers"])] for _ in range(2))

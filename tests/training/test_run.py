@@ -166,7 +166,8 @@ def test_edit_passes_and_a_copied_layer_are_trained_by_the_command(recipe: Path)
 def test_a_part_of_a_given_head_is_trained(recipe: Path, lora: bool, capsys: pytest.CaptureFixture[str]) -> None:
     """Its selector, or an adapter, which a run of more steps goes on with; its tree is changed, too."""
     final = run_of(recipe) / "final"
-    part = {"lora_rank": 2, "save_steps": 1} if lora else {"selector_only": True, "gamma": 0.8}
+    adapter = {"lora_rank": 2, "save_steps": 1, "muon_learning_rate": 1e-3}
+    part = adapter if lora else {"selector_only": True, "gamma": 0.8}
     change(recipe, "draft_length", "feature_layers", "draft_vocab_size", "tree", head=str(PACKAGED_HEAD), **part)
     given = recipe.with_suffix(".json")
     given.write_text(json.dumps(yaml.safe_load(recipe.read_text())))
