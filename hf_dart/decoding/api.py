@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList,
 
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.request import Request, admit
-from hf_dart.decoding.session import Session, begin, one_round
+from hf_dart.decoding.session import Session, one_round
 from hf_dart.decoding.suffix_store import Namespace, namespace_of
 from hf_dart.decoding.walk import NoiseStream
 from hf_dart.drafters.base import Drafter
@@ -374,13 +374,13 @@ def open_request(request: Request, generator: torch.Generator | None = None) -> 
         ids = request.input_ids
         noise = NoiseStream(len(ids), 0, ids.device, forecast=request.in_step, generator=generator)
     try:
-        session, logits = begin(request, noise)
+        session = Session(request, noise)
     except BaseException:
         if noise is not None:
             noise.end()
         raise
     with broken_off_on_failure(session):
-        session.first_token(logits)
+        session.first_token()
     return session
 
 

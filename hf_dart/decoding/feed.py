@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -62,6 +62,7 @@ class PromptReader:
         self._next = 0  # slot of the first position that was not handed on
         self.last: Any = None  # [B, 1, F] features of the last position that was read
         self.tail: Verified | None = None  # the last positions that were handed on
+        self.outputs: Any = None  # of the last chunk, once all are read
         self.width = 0  # positions of the last chunk
         self.shift: Tensor | None = None  # `position_shift` of stock's first step after the prompt
         self.extra_inputs: dict[str, Any] = {}  # what stock hands the target in that step that is not text
@@ -121,18 +122,17 @@ class PromptReader:
             self._request.drafter.extend(self.state, *self.tail)
         self._next += ready
 
-    def prefill(self) -> Any:
-        """Run stock's prefill (prefix reuse, chunks) with this proxy in the model's place, and return its outputs."""
+    def prefill(self) -> None:
+        """Run stock's prefill (prefix reuse, chunks) with this proxy in the model's place."""
         request, target = self._request, self._target
         ids, kwargs = request.input_ids, dict(request.model_kwargs)
-        outputs = type(target)._prefill(self, ids, request.generation_config, kwargs)
+        self.outputs = outputs = type(target)._prefill(self, ids, request.generation_config, kwargs)
         grown = torch.cat([ids, ids.new_zeros(len(ids), 1)], dim=1)  # by any token
         inputs, _ = next_inputs(target, grown, outputs, kwargs)
         self.extra_inputs = {name: inputs[name] for name in extra_inputs(target, inputs)}
         self.shift = position_shift(target, inputs.get("position_ids"), request.pads, request.total)
         if self.last is None or self._next + 1 != self._prompt.shape[1]:
             raise ValueError(_NOT_THE_PROMPT)
-        return outputs
 
 
 def reads_in_pieces(request: Request) -> bool:
@@ -168,15 +168,6 @@ def in_pieces(request: Request, size: int, pause: Callable[[PromptReader], None]
     return replace(request, generation_config=config, pause=pause)
 
 
-class Prefilled(NamedTuple):
-    """Result of stock's prefill."""
-
-    outputs: Any  # of the last chunk
-    reader: PromptReader  # that handed it to the drafter
-    kinds: list[MaskKind]  # of masks
-    cache: TargetCache  # takes over from stock's
-
-
 def begun(request: Request, rows: Rows) -> DrafterState:
     """Return a new state of the drafter, which has read what comes before the first position that will be run."""
     state = request.drafter.begin(len(rows), request.total + min(rows.room(0), _HEADROOM))
@@ -190,19 +181,24 @@ def begun(request: Request, rows: Rows) -> DrafterState:
     return DrafterState(state, request.cached, request.pads)
 
 
-def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Prefilled:
+def read_prompt(
+    request: Request, rows: Rows, drafter_state: DrafterState
+) -> tuple[PromptReader, list[MaskKind], TargetCache]:
     """Run the prompt through the target, by stock's prefill, and through the drafter.
 
     Should it fail, a cache that was passed in is as it was.
+
+    Returns:
+        The reader that handed it to the drafter, the kinds of masks, and the cache that takes over from stock's.
     """
     model = request.model
     with undone_on_failure(request.stock_cache, request.total):
         reader = PromptReader(request, drafter_state.state)
-        outputs = reader.prefill()
+        reader.prefill()
         if reader.shift is not None and bool(reader.shift.any()):
             refuse_crossing(model, 0, 0, request.most, max(int(reader.shift.max()), 0))
         # Some layers get their class only when first used, and Phi-3 takes a new cache for long prompts.
-        stock = refuse_cache(cache_after(model, outputs, request.stock_cache))
+        stock = refuse_cache(cache_after(model, reader.outputs, request.stock_cache))
         refuse_compressed(stock, request.total)
         kinds = mask_kinds(model, stock)
         nodes = request.tree_config.resolve_nodes(len(rows), rows.device.type)
@@ -212,4 +208,4 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
         keep, most = request.returns_cache, request.most + nodes
         cache = TargetCache(stock, request.pads, capacity, keep, most, windows, lend)
         refuse_extra_inputs(model, cache, kinds, reader.shift, reader.extra_inputs)
-    return Prefilled(outputs, reader, kinds, cache)
+    return reader, kinds, cache

@@ -93,7 +93,7 @@ class TreeGrower:
         gumbel: Tensor | None,  # [B, depth, V] the noise that the target will draw with; None to rank without it
         deepest: list[int],  # deepest node per row
         refine: Callable[[Tensor], Proposal] | None = None,  # `Drafter.refine` of that proposal
-        weights: list[float] | None = None,  # of a token more in each row (`Pace.weights`); None for the mean
+        weights: list[float] | None = None,  # of a token more in each row (`pace.row_weights`); None for the mean
         ended: list[bool] | None = None,  # the rows that have ended and run on, which no token ends again
         copies: Sequence[Copies] | None = None,  # what `copies` found for this round; None looks for it
     ) -> DraftTree:

@@ -1,17 +1,16 @@
-"""The round, and the state of one call of `generate` from its first round to its last, which `begin` makes complete."""
+"""The round, and `Session`: the state of one call of `generate` from its first round to its last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.feed import begun, read_prompt
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace, row_weights
@@ -19,7 +18,7 @@ from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
 from hf_dart.decoding.suffix_store import Remembers
-from hf_dart.decoding.turns import DrafterState, resume_state
+from hf_dart.decoding.turns import resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
 from hf_dart.drafters.base import Proposal, Score, Verified, entries_of
 from hf_dart.drafters.lookup import LookupDrafter
@@ -39,7 +38,7 @@ class Budget:
 
     limits: list[int]  # tokens that each row may emit; 0 if it has ended or is too far ahead
     deepest: list[int]  # deepest node of each row's tree: a path of k drafts emits k + 1 tokens
-    weights: list[float]  # of a token more in each row (`Pace.weights`)
+    weights: list[float]  # of a token more in each row (`pace.row_weights`)
     copies: Sequence[Copies]  # what may be copied in each row
     drafted: bool  # the drafter is asked for a draft
 
@@ -71,29 +70,79 @@ class HiddenStates:
             self.steps.append(tuple(states_at(layer, axis, nodes) for layer, axis in layers))
 
 
-@dataclass
 class Session:
-    """The parts of one call. `seen` moves on with every round; the others stay, and keep their own state."""
+    """The parts of one call, which keep their own state; `seen` moves on with every round.
 
-    request: Request  # what was asked for
-    rows: Rows  # the text of each row
-    streaming: Streaming  # the streamer that gets its tokens
-    stats: DraftStats  # what was done
-    pace: Pace  # how rounds are drafted, and what they cost
-    drafter_state: DrafterState  # of the drafter, and what of the text that covers
-    propose_with: ProposeFunction  # how the drafter is asked for a draft
-    aside: Callable[[], AbstractContextManager[None]]  # around what the drafter does, which may draw: put back after it
-    keeps: bool  # the drafter may be asked, in this call or a later one; else it reads nothing
-    grower: TreeGrower  # from a draft to a tree
-    verify: Any  # the target's forward over a tree: a `Verifier`, or a captured one in its place
-    cache: TargetCache  # what stays of it, round by round
-    walk: Walker  # the target's own choice at every node
-    noise: NoiseStream | None  # that tokens are drawn with; None for greedy search
-    vocab_size: int  # V of the target's logits
-    hidden_states: HiddenStates | None  # where the call returns them
-    seen: Verified  # the positions that the last round verified, each with the token after it
-    pending: list[Verified] = field(default_factory=list)  # what the drafter has not read, for want of a draft
-    observers: list[Observer] = field(default_factory=list)  # are told of what the call commits
+    A new one has run the prompt through the target and the drafter, but for the token after it (`first_token`).
+    """
+
+    def __init__(
+        self,
+        request: Request,  # what was asked for
+        noise: NoiseStream | None,  # that tokens are drawn with; None for greedy search
+    ) -> None:
+        self.request, self.noise = request, noise
+        config, batch = request.tree_config, len(request.input_ids)
+        self.rows = rows = Rows(request)  # the text of each row
+        self.streaming = Streaming(request.streamer, rows)
+        self.stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
+        from_default = noise is not None and rows.in_step and noise.given is None
+        # Around what the drafter does, which may draw: put back after it.
+        self.aside: Callable[[], AbstractContextManager[None]]
+        self.aside = partial(put_back, rows.device) if from_default else nullcontext
+        if noise is not None:
+            noise.begin()
+        depth = min(config.depth or request.drafter.draft_length, request.drafter.draft_length)
+        # Of processes that share a target, only the one whose call was interrupted would have learnt from it.
+        records = None if is_shared(request.model) else request.drafter.pace_records
+        self.pace = pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)
+        observed = (*request.drafter.observers, *request.observers)
+        # Whether the drafter may be asked, in this call or a later one; else it reads nothing. Seats and captured
+        # rounds, which drop no window either, choose by a pace of their own.
+        self.keeps = bool(pace.may_draft(max(rows.rooms)) or request.returns_cache or observed or not request.windowed)
+        self.pending: list[Verified] = []  # what the drafter has not read, for want of a draft
+        asked = request if self.keeps else replace(request, drafter=LookupDrafter())
+        drafter = asked.drafter
+        with self.stats.phase("prefill"):
+            with self.aside():
+                state = resume_state(request.stock_cache, drafter, request.input_ids, request.first_slot, request.pads)
+                self.drafter_state = state = state or begun(asked, rows)
+                state.multimodal |= request.multimodal
+                reader, kinds, self.cache = read_prompt(asked, rows, state)
+            # How the drafter is asked for a draft, and the target's forward over a tree: captured passes replace both.
+            self.propose_with: ProposeFunction = drafter.propose_ranked
+            self.hidden_states: HiddenStates | None = None  # where the call returns them
+            collects = request.collects("output_hidden_states")
+            if collects:
+                self.hidden_states = HiddenStates(reader.outputs.hidden_states, batch, reader.width)
+            layers = drafter.feature_layers
+            self.verify: Any = Verifier(request.model, self.cache, kinds, layers, collects, reader.shift)
+            self._logits = reader.outputs.logits[:, -1:].to(rows.device)  # [B, 1, V] after the prompt
+            self.vocab_size = self._logits.shape[-1]
+            if noise is not None:
+                noise.vocab_size = self.vocab_size
+            self.grower = TreeGrower(
+                request.drafter,
+                config,
+                request.processors,
+                rows.tokens,
+                rows.device,
+                rows.eos,
+                pace.cost,
+                request.memory,
+                pace.copied_chances() if request.memory is None else None,
+            )
+            self.walk = Walker(request, rows, self.streaming, noise)
+            # The prompt's last position waits for the token after it.
+            no_tokens, counts = request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)
+            self.seen = Verified(reader.last, no_tokens, counts)
+            self.observers: list[Observer] = [observe(self) for observe in request.drafter.observers]
+            self.observers += request.observers
+            if request.memory is not None:
+                self.observers.append(Remembers(self, request.memory))
+            if reader.tail is not None:
+                for observer in self.observers:
+                    observer.verified(reader.tail, None)
 
     def noise_ahead(self, start: int, depth: int) -> Tensor | None:
         """Gumbel noise [B, depth, V] of tokens from `start` places after the text on; None if trees may not see it."""
@@ -126,9 +175,10 @@ class Session:
         drafted, copies = self.pace.choose(self.grower.copies(deepest, ended), weights, deepest)
         return Budget(limits, deepest, weights, copies, drafted)
 
-    def first_token(self, logits: Tensor) -> None:
-        """Take the token after the prompt from the target's logits [B, 1, V] of its last position."""
-        root = DraftTree.chain(self.seen.next_tokens)  # a root alone, which is not read
+    def first_token(self) -> None:
+        """Take the token after the prompt."""
+        root, logits = DraftTree.chain(self.seen.next_tokens), self._logits  # a root alone, which is not read
+        del self._logits
         accepted = self.walk(root, logits, self.limits())
         self.seen = self.rows.take(self.seen.features, accepted.path, accepted.counts)
         self.tell(logits, accepted)
@@ -219,82 +269,6 @@ def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features
         s.seen = s.rows.take(features, accepted.path, accepted.counts)
         s.count(tree, accepted, budget)
     s.tell(logits, accepted)
-
-
-def begin(request: Request, noise: NoiseStream | None) -> tuple[Session, Tensor]:
-    """Run the prompt through the target and the drafter, and make the parts of the call.
-
-    The session has seen the prompt but for the token after it; the target's logits for that are [B, 1, V].
-    """
-    config, batch = request.tree_config, len(request.input_ids)
-    stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
-    rows = Rows(request)
-    from_default = noise is not None and rows.in_step and noise.given is None
-    aside = partial(put_back, rows.device) if from_default else nullcontext
-    if noise is not None:
-        noise.begin()
-    depth = min(config.depth or request.drafter.draft_length, request.drafter.draft_length)
-    # Of processes that share a target, only the one whose call was interrupted would have learnt from it.
-    records = None if is_shared(request.model) else request.drafter.pace_records
-    pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)
-    observed = (*request.drafter.observers, *request.observers)
-    # Seats and captured rounds, which drop no window either, choose by a pace of their own.
-    keeps = bool(pace.may_draft(max(rows.rooms)) or request.returns_cache or observed or not request.windowed)
-    asked = request if keeps else replace(request, drafter=LookupDrafter())
-    drafter = asked.drafter
-    with stats.phase("prefill"):
-        with aside():
-            state = resume_state(request.stock_cache, drafter, request.input_ids, request.first_slot, request.pads)
-            state = state or begun(asked, rows)
-            state.multimodal |= request.multimodal
-            ran = read_prompt(asked, rows, state)
-        hidden_states = None
-        if request.collects("output_hidden_states"):
-            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.reader.width)
-        verify = Verifier(
-            request.model, ran.cache, ran.kinds, drafter.feature_layers, hidden_states is not None, ran.reader.shift
-        )
-        logits = ran.outputs.logits[:, -1:].to(rows.device)
-        if noise is not None:
-            noise.vocab_size = logits.shape[-1]
-        streaming = Streaming(request.streamer, rows)
-        session = Session(
-            request=request,
-            rows=rows,
-            streaming=streaming,
-            stats=stats,
-            pace=pace,
-            drafter_state=state,
-            propose_with=drafter.propose_ranked,
-            aside=aside,
-            keeps=keeps,
-            grower=TreeGrower(
-                request.drafter,
-                config,
-                request.processors,
-                rows.tokens,
-                rows.device,
-                rows.eos,
-                pace.cost,
-                request.memory,
-                pace.copied_chances() if request.memory is None else None,
-            ),
-            verify=verify,
-            cache=ran.cache,
-            walk=Walker(request, rows, streaming, noise),
-            noise=noise,
-            vocab_size=logits.shape[-1],
-            hidden_states=hidden_states,
-            # The prompt's last position waits for the token after it.
-            seen=Verified(ran.reader.last, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
-        )
-        session.observers = [*(observe(session) for observe in request.drafter.observers), *request.observers]
-        if request.memory is not None:
-            session.observers.append(Remembers(session, request.memory))
-        if ran.reader.tail is not None:
-            for observer in session.observers:
-                observer.verified(ran.reader.tail, None)
-    return session, logits
 
 
 def joined(chunks: list[Verified]) -> Verified:
