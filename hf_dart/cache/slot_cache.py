@@ -284,13 +284,6 @@ class SlotCache:
         self.cache = Cache(layers=[])
 
     @classmethod
-    def begin(cls, spec: SlotSpec, buffers: int, batch_size: int, capacity: int) -> Self:
-        """Make an empty one with `buffers` buffers of one shape."""
-        cache = cls(torch.zeros(batch_size, dtype=torch.long, device=spec.device), capacity)
-        cache.add(spec, buffers)
-        return cache
-
-    @classmethod
     def of_layers(cls, layers: int, batch_size: int, capacity: int) -> Self:
         """Make an empty one for modules of transformers, with stores as their first keys and values need them."""
         cache = cls(torch.zeros(batch_size, dtype=torch.long), capacity)

@@ -174,7 +174,7 @@ class Seats:
         with timed.phase("verify"):
             logits, features = self._verify(tree, [budget.limits[0] for _, budget in drafts])
         for seat in seats:
-            add_times(seat.session.stats, timed, 1 / len(seats))
+            seat.session.stats.add_times(timed, 1 / len(seats))
         path, counts = torch.zeros(len(seats), tree.max_depth + 1, dtype=torch.long), [0] * len(seats)
         with timed.phase("walk"):
             for place, (seat, (own, budget)) in enumerate(zip(seats, drafts, strict=True)):
@@ -188,7 +188,7 @@ class Seats:
                     path[place, : seat.path.shape[1]] = seat.path[0]
         with timed.phase("commit"):
             self._verify.cache.commit(path, counts)
-        add_times(self._stats, timed, 1.0)
+        self._stats.add_times(timed)
         if not any(seat.failure for seat in seats):
             told = [seat.tokens for seat in seats], [seat.limit for seat in seats]
             self._pace.count(self._drafts, *told, size, tree.max_depth, self._stats.processor_seconds)
@@ -248,13 +248,6 @@ class Seats:
         return grower(drafted, gumbel, deepest, refine, weights, None, copies)
 
 
-def add_times(stats: DraftStats, timed: DraftStats, share: float) -> None:
-    """Add a share of the times of a round."""
-    for name in ("seconds", "processor_seconds"):
-        for phase, spent in getattr(timed, name).items():
-            getattr(stats, name)[phase] += spent * share
-
-
 class _Seat:
     """A call in its seat, in the place of its own `verify`, `cache` and `pace` while there are others.
 
@@ -281,10 +274,6 @@ class _Seat:
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Note what is to be committed with what the other calls have accepted."""
         self.path, (self.counts,) = path, counts
-
-    def weights(self, emitted: Any, limits: Any) -> list[float]:
-        """Weigh a call alone."""
-        return [1.0]
 
     def choose(self, copies: Any, *_: Any) -> tuple[bool, Any]:
         """Leave the choice to the pace of all calls."""

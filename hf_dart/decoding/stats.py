@@ -125,7 +125,8 @@ class DraftStats:
         try:
             yield
         finally:
-            self._spend(name, perf_counter() - start, processor_time() - processor_start)
+            self.seconds[name] += perf_counter() - start
+            self.processor_seconds[name] += processor_time() - processor_start
 
     def count(self, emitted: list[int], limits: list[int], nodes: int, drafted: bool = True) -> None:
         """Add one round to the counts: the tokens of each row, of which all but the last were drafted.
@@ -150,12 +151,13 @@ class DraftStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self._accept(other.accepted_per_depth)
         self.committed += other.committed
-        for name, seconds in other.seconds.items():
-            self._spend(name, seconds, other.processor_seconds[name])
+        self.add_times(other)
 
-    def _spend(self, name: str, seconds: float, processor_seconds: float) -> None:
-        self.seconds[name] += seconds
-        self.processor_seconds[name] += processor_seconds
+    def add_times(self, other: DraftStats, share: float = 1.0) -> None:
+        """Add a share of the times of others, such as a round of several calls."""
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += share * seconds
+            self.processor_seconds[name] += share * other.processor_seconds[name]
 
     def _accept(self, per_depth: list[int]) -> None:
         self.accepted_per_depth += [0] * (len(per_depth) - len(self.accepted_per_depth))

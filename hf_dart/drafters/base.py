@@ -54,14 +54,13 @@ class Verified(NamedTuple):
         features, tokens = (nn.functional.pad(part, sizes) for part, sizes in zip(self[:2], added, strict=True))
         return Verified(features, tokens, self.counts)
 
-    def parts(self, size: int | None = None) -> Iterator[Verified]:
-        """Yield the same positions in parts of `size` entries (`AT_ONCE` if left out)."""
-        size = size or AT_ONCE
+    def parts(self, size: int) -> Iterator[Verified]:
+        """Yield the same positions in parts of `size` entries."""
         for first in range(0, self.next_tokens.shape[1], size):
             features, tokens = (part[:, first : first + size] for part in self[:2])
             yield Verified(features, tokens, (self.counts - first).clamp(0, tokens.shape[1]))
 
-    def split(self, size: int = AT_ONCE) -> tuple[Verified, Verified]:
+    def split(self, size: int) -> tuple[Verified, Verified]:
         """Split off the last `size` entries of each row: the entries before them, and those last ones."""
         features, tokens, counts = self
         before = (counts - size).clamp(min=0)

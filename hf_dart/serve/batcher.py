@@ -18,7 +18,7 @@ from hf_dart.decoding.api import AttachedGenerate, close_call, open_request, req
 from hf_dart.decoding.feed import PromptReader, in_pieces
 from hf_dart.decoding.finish import break_off
 from hf_dart.decoding.request import Request
-from hf_dart.decoding.seats import Seats, add_times
+from hf_dart.decoding.seats import Seats
 from hf_dart.decoding.session import Observer, Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter
@@ -265,7 +265,7 @@ class Batcher:
             request, shared = self._prefixes.begin(call.request)
             request = in_pieces(request, PIECE, pause, shared)
             session = open_request(request, torch.Generator(request.input_ids.device).manual_seed(call.handle.seed))
-            add_times(session.stats, others, -1.0)
+            session.stats.add_times(others, -1.0)
             call.session, call.handle.stats = session, session.stats
             self._show(call)
             if session.rows.finished:
