@@ -18,7 +18,6 @@ from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Drafter, Proposal, Score, State, Verified, entries_of
-from hf_dart.models.attention import added_mask
 from hf_dart.models.verify import MaskKind
 
 
@@ -99,11 +98,7 @@ class View:
 
     def masks(self, kinds: Sequence[MaskKind], dtype: torch.dtype, device: torch.device) -> Any:
         """Additive masks [B, 1, Q, S]: one for models with one kind of layers, else a dict of them."""
-        masks = {}
-        for kind in kinds:
-            horizon = kind.horizon(self.positions)
-            seen = self.seen if horizon is None else self.seen & (self.at[:, None] > horizon[..., None])
-            masks[kind.name] = added_mask(seen[:, None], dtype).to(device)
+        masks = {kind.name: kind.mask(self.seen, self.at, self.positions, dtype).to(device) for kind in kinds}
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def enter(self, cache: SlotCache, device: torch.device) -> None:

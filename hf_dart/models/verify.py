@@ -41,13 +41,17 @@ class MaskKind:
     window: int | None  # positions that a query attends to, its own included; or the size of chunks
     layer: int  # one of that kind
 
-    def horizon(self, positions: Tensor) -> Tensor | None:
-        """Return the last position to which queries at `positions` no longer attend; None if they attend to all."""
-        if self.window is None:
-            return None
-        if self.name == "chunked_attention":  # chunks of the text, which do not attend to each other
-            return positions // self.window * self.window - 1
-        return positions - self.window
+    def mask(self, seen: Tensor, at: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """Additive mask [B, 1, Q, S] of queries at `positions` [B, Q] that may attend to entries `seen` [B, Q, S].
+
+        The entries lie at positions `at` [B, S]; of these a layer of this kind reaches some. Float masks are right
+        under eager and SDPA; eager would add a bool one to its scores.
+        """
+        if self.window is not None:
+            chunked = self.name == "chunked_attention"  # chunks of the text, which do not attend to each other
+            horizon = positions // self.window * self.window - 1 if chunked else positions - self.window
+            seen = seen & (at[:, None] > horizon[..., None])
+        return added_mask(seen[:, None], dtype)
 
 
 class Verifier:
@@ -178,20 +182,13 @@ class Verifier:
     def masks(self, tree: DraftTree, positions: Tensor) -> Any:
         """Additive masks [B, 1, N, S + N]: a node attends to committed entries and its ancestors, if in the window.
 
-        Float masks are right under eager and SDPA; eager would add a bool one to its scores.
         Models with several kinds of layers take a dict, the others one tensor; None without attention.
         """
         masks: dict[str, Any] = {}
         for kind in self.kinds:
             past = self.cache.past_positions(kind.layer).to(positions.device)
-            seen_past = (past >= 0)[:, None].expand(-1, tree.size, -1)
-            seen_tree = tree.ancestors
-            horizon = kind.horizon(positions)
-            if horizon is not None:
-                seen_past = seen_past & (past[:, None] > horizon[..., None])
-                seen_tree = seen_tree & (positions[:, None] > horizon[..., None])
-            seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
-            masks[kind.name] = added_mask(seen, self.target.dtype)
+            seen = torch.cat([(past >= 0)[:, None].expand(-1, tree.size, -1), tree.ancestors], dim=-1)
+            masks[kind.name] = kind.mask(seen, torch.cat([past, positions], dim=-1), positions, self.target.dtype)
         return masks | self._maskless if len(masks) > 1 else next(iter(masks.values()), None)
 
 
