@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -28,16 +28,6 @@ Zeros = Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]
 def outgrows(window: int, most: int | None) -> bool:
     """Return True if a text of `most` positions would outgrow a windowed store."""
     return most is None or most > window + SLACK + SPARE
-
-
-class Windowed(Protocol):
-    """Drafter that attends to the first `draft_sink` and the last `draft_window` entries; None: to all."""
-
-    draft_window: int | None
-    draft_sink: int
-
-    def turned_back(self, keys: Tensor, steps: int) -> Tensor:
-        """Keys [..., head_dim] of positions that many steps earlier."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +257,8 @@ class SlotCache:
         start: slot before which entries are committed, in the longest row; new ones of all rows are written from there.
         end: slots that are shown to new entries.
         places: [B, Q] slots of the new entries, where rows have places of their own; None writes them from `start` on.
-        reader: whose window bounds the entries, if it has one (`forget`); what is left is counted as if it were all.
+        reader: the drafter (`TrainedDrafter`) whose window bounds the entries, if it has one (`forget`); what is left
+            is counted as if it were all.
         dropped: [B] entries that were dropped for it, on the host.
     """
 
@@ -276,7 +267,7 @@ class SlotCache:
         self.capacity, self.most = capacity, most
         self.fixed = False
         self.places: Tensor | None = None
-        self.reader: Windowed | None = None
+        self.reader: Any = None
         self.dropped = torch.zeros_like(self.counted)
         self._counts_on_host = True
         self.start = self.end = self.longest
@@ -494,6 +485,6 @@ class SlotCache:
             store.release()
 
 
-def _most(reader: Windowed) -> int:
+def _most(reader: Any) -> int:
     """Return the most entries that a reader with a window attends to."""
-    return reader.draft_sink + (reader.draft_window or 0)
+    return reader.draft_sink + reader.draft_window
