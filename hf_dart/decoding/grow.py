@@ -229,11 +229,7 @@ class Ranker:
                 self._top_p = min(self._top_p, processor.top_p)
             elif isinstance(processor, TopKLogitsWarper):
                 self._limit = processor.top_k
-
-    @property
-    def needs_history(self) -> bool:
-        """True if the ranking depends on the tokens so far."""
-        return self._penalty != 1.0
+        self.needs_history = self._penalty != 1.0  # the ranking depends on the tokens so far
 
     def __call__(
         self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None = None

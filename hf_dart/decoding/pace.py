@@ -156,14 +156,9 @@ class Pace:
         open_ones = {name for name in ("draft_cost", "node_cost") if getattr(config, name) is None}
         return frozenset(open_ones - {"node_cost"} if config.verify_costs else open_ones)
 
-    @property
-    def ever_drafts(self) -> bool:
-        """True if any round of the call may be drafted."""
-        return self._config.nodes != 1
-
     def may_draft(self, rounds: int) -> bool:
         """Return True if any of so many rounds may be drafted: a pause may last longer."""
-        return self.ever_drafts and not (self._chooses and self._record.left > rounds)
+        return self._config.nodes != 1 and not (self._chooses and self._record.left > rounds)
 
     def cost(self, drafted: bool = True) -> RoundCost:
         """Cost of a round, with a draft or (not `drafted`) of copied text alone."""
@@ -187,7 +182,7 @@ class Pace:
         due = "node_cost" in self._timed and record.timed[0] < 1  # costs are relative to rounds of the roots alone
         chooses = self._chooses and not record.left
         if not (chooses or due):
-            return self.ever_drafts and not self._chooses, copies
+            return self._config.nodes != 1 and not self._chooses, copies
         self._alone, tokens, self._copies_cost = best_size(copies, weights, self.cost(drafted=False))
         self._copies, likely = copies, tokens >= 1 + _LIKELY
         if due and not likely:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from hf_dart.drafters.base import Drafter
@@ -19,17 +21,12 @@ class LookupDrafter(Drafter[None]):
             None is `TreeConfig(draft_cost=0.0)`.
     """
 
+    draft_length = 0
+    feature_layers: ClassVar[list[int]] = []
+
     def __init__(self, tree_config: TreeConfig | None = None) -> None:
         self.tree_config = tree_config or TreeConfig(draft_cost=0.0)
         self.last_stats = None
-
-    @property
-    def draft_length(self) -> int:
-        return 0
-
-    @property
-    def feature_layers(self) -> list[int]:
-        return []
 
     def check_target(self, target: nn.Module) -> None:
         """Accept any target: every one can be drafted for by copies."""

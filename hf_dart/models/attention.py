@@ -33,7 +33,7 @@ class TreeAttention:
     """The attention that verifies the trees of a target: eager and SDPA themselves, SDPA in the place of others.
 
     Targets of which a class that the text goes through has no SDPA (attention sinks, soft caps) take eager attention.
-    `own` is the name of the target's, `name` that of its trees.
+    `own` is the name of the target's, `name` that of its trees; whether they are two is what `differs` says.
     """
 
     def __init__(self, target: PreTrainedModel) -> None:
@@ -42,11 +42,7 @@ class TreeAttention:
             text = target.config.get_text_config(decoder=True)
             models = [part for part in parts_of(target) if isinstance(part, PreTrainedModel) and part.config is text]
             self.name = "sdpa" if all(model._supports_sdpa for model in models or [target]) else "eager"
-
-    @property
-    def differs(self) -> bool:
-        """True if trees are verified by another attention than the target's own."""
-        return self.name != self.own
+        self.differs = self.name != self.own
 
     def packed(self) -> AbstractContextManager[None]:
         """Return a context in which targets of this thread attend as for trees, by `packed_attention` for SDPA."""

@@ -44,6 +44,7 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
     config: Gemma4Config
     described_as = "Gemma 4 assistant"
     beam = 4
+    lm_head_weights = 0  # tokens are scored by a table of its own
 
     def __init__(self, config: Gemma4Config) -> None:
         super().__init__(config)
@@ -106,10 +107,6 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
         text = self.published.text_config
         layer = text.per_layer_config[text.layer_types.index(kind)]
         return layer.num_key_value_heads, layer.head_dim
-
-    @property
-    def lm_head_weights(self) -> int:
-        return 0  # tokens are scored by a table of its own
 
     # ---- drafting -----------------------------------------------------------------------------------
 

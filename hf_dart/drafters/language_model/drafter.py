@@ -10,7 +10,7 @@ import inspect
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ class LanguageModelDrafter(StockDrafter):
         ValueError: the vocabularies differ, or one of the models cannot run trees.
     """
 
+    feature_layers: ClassVar[list[int]] = []
+
     def __init__(
         self,
         model: PreTrainedModel,
@@ -124,10 +126,6 @@ class LanguageModelDrafter(StockDrafter):
         if "device_map" not in kwargs:
             model.to(device_of(lm_head_of(target)))
         return cls(model, target, tokenizer=tokenizer, **shape)
-
-    @property
-    def feature_layers(self) -> list[int]:
-        return []
 
     def check_fit(self, target: PreTrainedModel) -> None:
         """Refuse a target of another vocabulary."""

@@ -45,6 +45,8 @@ class MtpDrafter(StockDrafter):
         ValueError: the module's layer is of a kind that cannot draft trees, or the target cannot verify them.
     """
 
+    reads_embeddings = True
+
     def __init__(
         self,
         module: Any,
@@ -110,10 +112,6 @@ class MtpDrafter(StockDrafter):
         return sizes(self.module.layers) + sizes(self.module.shared_head)
 
     # ---- drafting -----------------------------------------------------------------------------------
-
-    @property
-    def reads_embeddings(self) -> bool:
-        return True
 
     @property
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
