@@ -18,7 +18,7 @@ from hf_dart.decoding.api import unwrapped
 from hf_dart.decoding.session import Session, one_round
 from hf_dart.drafters.base import Drafter
 from hf_dart.engine.compiling import EngineConfig
-from hf_dart.engine.graphs import Capture, Memory, memory_pool
+from hf_dart.engine.graphs import Capture
 from hf_dart.engine.tier import Tier, drafts_on_fixed_shapes
 from hf_dart.models.devices import matmul_precision, state_of
 from hf_dart.models.identity import identity, users_hooks
@@ -169,15 +169,15 @@ class Engine:
 
     def _make(self, session: Session, slots: int, nodes: int) -> Tier:
         """Return a tier; where memory is short, in the place of all that were kept."""
-        pool = memory_pool(session.request.model.device)
-        self._capture = self._capture or Capture(self.config, pool, Memory())
+        device = session.request.model.device
+        self._capture = self._capture or Capture(self.config, device)
         try:
             return Tier(session, slots, nodes, self._capture)
         except torch.OutOfMemoryError:
             pass  # the error refers to what was made so far, until this block ends
         self._clear()
         gc.collect()  # frees it
-        self._capture = Capture(self.config, pool, Memory())
+        self._capture = Capture(self.config, device)
         return Tier(session, slots, nodes, self._capture)
 
     def _warn(self, reason: str) -> None:

@@ -48,17 +48,18 @@ class Memory:
         return zeros
 
 
-class Capture(NamedTuple):
-    """Settings and memory with which rounds are captured."""
+class Capture:
+    """Settings and memory with which parts of rounds are captured: of graphs, where there are any, and of buffers."""
 
-    config: EngineConfig
-    pool: Pool | None  # of graphs
-    memory: Memory  # for keys and values
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.config, self.memory = config, Memory()
+        on_cuda = device.type == "cuda"
+        self.pool = Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if on_cuda else None
 
 
 def launched(
     step: Callable[[], None],
-    pool: Pool | None,  # of `memory_pool`; its graphs never run at the same time
+    pool: Pool | None,  # of a `Capture`; its graphs never run at the same time
     run_uncompiled: Callable[[], None],  # the same, of which nothing is compiled
 ) -> Callable[[], None]:
     """Return what launches `step`, a function of fixed shapes: as one CUDA graph where there are any.
@@ -84,11 +85,6 @@ def launched(
     if any("synchronizing CUDA operation" in str(one.message) for one in told):
         raise RuntimeError("it asks the host for something, which a graph cannot")
     return _captured(step, pool).replay
-
-
-def memory_pool(device: torch.device) -> Pool | None:
-    """Return a pool for several parts; None where there are no graphs."""
-    return Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
 
 def _captured(step: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
