@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dart.cli.common import say
-from hf_dart.drafters.dflash.configuration import DFlashConfig
-from hf_dart.drafters.dflash.drafter import DFlashDrafter
+from hf_dart.drafters.dflash.drafter import DFlashConfig, DFlashDrafter
 
 BLOCK, LAYERS = 16, 5
 SHAPES = {  # hidden and intermediate size, heads, those of keys, tokens

@@ -23,8 +23,8 @@ from transformers import AutoTokenizer
 
 from hf_dart import DartConfig, DartHead, TreeConfig, load_drafter
 from hf_dart.bench import suites
-from hf_dart.drafters.diffusion.configuration import DiffusionConfig
-from hf_dart.drafters.eagle.configuration import EagleConfig
+from hf_dart.drafters.diffusion.drafter import DiffusionConfig
+from hf_dart.drafters.eagle.drafter import EagleConfig
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target

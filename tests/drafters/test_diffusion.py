@@ -17,8 +17,7 @@ from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_targe
 from torch import Tensor
 
 from hf_dart import DiffusionDrafter
-from hf_dart.drafters.diffusion.configuration import DiffusionConfig
-from hf_dart.drafters.diffusion.drafter import MASK
+from hf_dart.drafters.diffusion.drafter import MASK, DiffusionConfig
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 KINDS: dict[str, dict[str, Any]] = {

@@ -12,7 +12,7 @@ from support.sentences import refused
 from support.tiny import prompts, tiny_eagle_drafter, tiny_target
 
 from hf_dart import EagleDrafter, TreeConfig
-from hf_dart.drafters.eagle.configuration import EagleConfig
+from hf_dart.drafters.eagle.drafter import EagleConfig
 from hf_dart.training.objective.blocks import build_blocks
 
 

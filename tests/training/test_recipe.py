@@ -11,7 +11,7 @@ import yaml
 
 from hf_dart import DartConfig
 from hf_dart.cli import main
-from hf_dart.drafters.diffusion.configuration import DiffusionConfig
+from hf_dart.drafters.diffusion.drafter import DiffusionConfig
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.trainers.arguments import HeadArguments
 from hf_dart.training.trainers.diffusion import DiffusionArguments

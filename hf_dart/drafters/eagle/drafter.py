@@ -9,6 +9,7 @@ goes the same way, `hf_dart.training.trainers.eagle`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from typing import Any, ClassVar, Self
 
@@ -17,15 +18,63 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.drafters.base_config import HeadConfig
 from hf_dart.drafters.beams import BeamDrafter, View
-from hf_dart.drafters.eagle.configuration import EagleConfig
+from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm, memory, take
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import TrainedDrafter
+from hf_dart.errors import check_fields
 from hf_dart.hub import card_texts
 from hf_dart.interop.eagle3 import eagle1_format, eagle3_format, is_peagle
 from hf_dart.trees.vocabulary import spread
+
+
+class EagleConfig(HeadConfig):
+    """The shape of an [`EagleDrafter`]: decoder layers over a token and fused features.
+
+    Args:
+        draft_length: d, passes of the layers per draft.
+        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain. What `drafter.beam`
+            starts as.
+        num_layers: decoder layers; the first one attends over the pair of both, the others over its output.
+        joined: the fusion takes a token's embedding together with the feature, instead of features of several layers;
+            there are no norms in front of the first layer or after the last one (EAGLE-1 and EAGLE-2).
+        norm_output: what stands in for the next feature is the output after the final norm, not before it (EAGLE-3.1).
+        windows: as for all heads; a drafted entry attends to as many positions of the text as its last one.
+
+    The other fields are those of `hf_dart.drafters.base_config.HeadConfig`.
+    """
+
+    model_type = "dart_eagle"
+    changeable = (*HeadConfig.changeable, "beam")
+
+    most_layers = 8
+
+    beam: int = 4
+    joined: bool = False
+    norm_output: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        for name, default in _FORMER.items():
+            if kwargs.pop(name, default) != default:
+                raise ValueError(f"{name} belongs to DART heads, and an EAGLE head has none; leave it out.")
+        super().__post_init__(**kwargs)
+        check_fields(self, least={"beam": 1})
+        normed = self.fusion_norm != "none" or self.norm_before_residual or self.norm_output
+        if self.joined and (normed or self.features_width != self.hidden_size):
+            raise ValueError(
+                "joined reads one layer of the target, of the width hidden_size, and has no norms; leave out "
+                "fusion_norm, norm_before_residual and norm_output, and name one layer in feature_layers."
+            )
+
+
+# Earlier versions wrote the fields of DART heads into config.json too, as DART heads have them by default.
+_OWN = {one.name for one in fields(EagleConfig)}
+_FORMER = {one.name: one.default for one in fields(DartConfig) if one.name not in _OWN} | {"inject_features": False}
+EagleConfig.former_fields = tuple(_FORMER)
+
 
 Memory = Callable[[int], KeyValueWriter]
 """Function from a layer's number to the function that keeps its keys and values."""
