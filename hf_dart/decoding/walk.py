@@ -281,8 +281,6 @@ class NoiseStream:
         A row that has ended lies before what is kept; it gets the oldest blocks, which it does not use.
         """
         self._draw_to(max(starts) + depth)
-        oldest = next(iter(self._blocks))
-        starts = [max(start, oldest) for start in starts]
         return _window(self._blocks, starts, depth)
 
     def gumbel(self, starts: list[int], depth: int) -> Tensor:
@@ -291,8 +289,7 @@ class NoiseStream:
         for position, block in self._blocks.items():
             if position not in self._gumbels:
                 self._gumbels[position] = -block.log()
-        oldest = next(iter(self._blocks))
-        return _window(self._gumbels, [max(start, oldest) for start in starts], depth)
+        return _window(self._gumbels, starts, depth)
 
     def forget_before(self, position: int) -> None:
         """Drop blocks that no row needs any more, also such as are yet to be drawn."""
@@ -333,7 +330,9 @@ def put_back(device: torch.device) -> Iterator[None]:
 
 
 def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:
-    """[B, depth, V] blocks starts[b] .. starts[b] + depth - 1 of row b, each block being [B, V]."""
+    """[B, depth, V] blocks starts[b] .. starts[b] + depth - 1 of row b or, before them, the oldest, of [B, V] each."""
+    oldest = next(iter(blocks))
+    starts = [max(start, oldest) for start in starts]
     first = min(starts)
     if first == max(starts):
         return torch.stack([blocks[position] for position in range(first, first + depth)], dim=1)
