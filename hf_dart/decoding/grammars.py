@@ -7,7 +7,7 @@ forced, and copies leave out what is not allowed. No draft can change the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import exp, log
 from operator import eq
 from typing import Any, Protocol
@@ -40,16 +40,10 @@ class Grammar(Protocol):
 
 
 class _Matcher:
-    """Grammar by something that takes token after token, and takes them back."""
+    """Grammar by something that `accepts` token after token, and takes so many back."""
 
-    def __init__(self) -> None:
-        self._text: list[int] = []
-
-    def _accepts(self, token: int) -> bool:
-        raise NotImplementedError
-
-    def _take_back(self, tokens: int) -> None:
-        raise NotImplementedError
+    def __init__(self, accepts: Callable[[int], bool], take_back: Callable[[int], object]) -> None:
+        self._accepts, self._take_back, self._text = accepts, take_back, list[int]()
 
     def _at(self, text: Sequence[int]) -> bool:
         """Move to the end of `text`; return False if that is not allowed."""
@@ -77,16 +71,10 @@ class XGrammar(_Matcher):
     def __init__(self, compiled: Any) -> None:
         import xgrammar
 
-        super().__init__()
-        self._matcher = xgrammar.GrammarMatcher(compiled)
+        self._matcher = matcher = xgrammar.GrammarMatcher(compiled)
+        super().__init__(lambda token: not matcher.is_terminated() and matcher.accept_token(token), matcher.rollback)
         self._bits = xgrammar.allocate_token_bitmask(1, compiled.tokenizer_info.vocab_size)
         self._bytes = compiled.tokenizer_info.decoded_vocab
-
-    def _accepts(self, token: int) -> bool:
-        return not self._matcher.is_terminated() and self._matcher.accept_token(token)
-
-    def _take_back(self, tokens: int) -> None:
-        self._matcher.rollback(tokens)
 
     def allowed(self, text: Sequence[int]) -> ArrayLike:
         if not self._at(text) or self._matcher.is_terminated():
@@ -125,14 +113,8 @@ class XGrammar(_Matcher):
 
 class _LLGuidance(_Matcher):
     def __init__(self, matcher: Any) -> None:
-        super().__init__()
+        super().__init__(lambda token: matcher.try_consume_tokens([token]) == 1, matcher.rollback)
         self._matcher = matcher
-
-    def _accepts(self, token: int) -> bool:
-        return self._matcher.try_consume_tokens([token]) == 1
-
-    def _take_back(self, tokens: int) -> None:
-        self._matcher.rollback(tokens)
 
     def allowed(self, text: Sequence[int]) -> ArrayLike:
         if not self._at(text) or self._matcher.is_stopped():
@@ -145,16 +127,16 @@ class _LLGuidance(_Matcher):
 
 class _OutlinesCore(_Matcher):
     def __init__(self, index: Any) -> None:
-        super().__init__()
         self._index, self._states = index, [index.get_initial_state()]
+        super().__init__(self._goes_on, self._goes_back)
 
-    def _accepts(self, token: int) -> bool:
+    def _goes_on(self, token: int) -> bool:
         state = self._index.get_next_state(self._states[-1], token)
         if state is not None:
             self._states.append(state)
         return state is not None
 
-    def _take_back(self, tokens: int) -> None:
+    def _goes_back(self, tokens: int) -> None:
         del self._states[-tokens:]
 
     def allowed(self, text: Sequence[int]) -> Sequence[int]:
