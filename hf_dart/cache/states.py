@@ -56,7 +56,8 @@ After = Callable[[Tensor], Tensor]
 class RunningStates:
     """The running states of B rows, and those of the nodes of the tree that was verified last.
 
-    Those after the `prompt` are not written to; `committed` ones are after the committed tokens of each row.
+    Those after the `prompt` are not written to; `committed` ones are after the committed tokens of each row; `tree` is
+    the one that is being verified.
     """
 
     def __init__(self, prompt: Mapping[Any, Tensor]) -> None:
@@ -66,19 +67,14 @@ class RunningStates:
 
     def begin(self, tree: DraftTree) -> None:
         """Prepare for a tree to be verified: drop node states of the one before."""
-        self._tree, self._nodes = tree, {}
+        self.tree, self._nodes = tree, {}
         self._levels: dict[torch.device, TreeLevels] = {}
         self._paths: dict[torch.device, TreePaths] = {}
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """B and N of the tree that is being verified."""
-        return self._tree.tokens.shape[0], self._tree.tokens.shape[1]
 
     def levels(self, device: torch.device) -> TreeLevels:
         """Return the levels of that tree, on `device`."""
         if not self._levels:
-            self._levels[torch.device("cpu")] = TreeLevels.of(self._tree)
+            self._levels[torch.device("cpu")] = TreeLevels.of(self.tree)
         if device not in self._levels:
             self._levels[device] = self._levels[torch.device("cpu")].to(device)
         return self._levels[device]
@@ -86,7 +82,7 @@ class RunningStates:
     def paths(self, device: torch.device) -> TreePaths:
         """Return the paths of that tree, on `device`."""
         if device not in self._paths:
-            self._paths[device] = TreePaths.of(self._tree, device)
+            self._paths[device] = TreePaths.of(self.tree, device)
         return self._paths[device]
 
     def keep(self, nodes: Mapping[StateSlot, After]) -> None:

@@ -28,11 +28,6 @@ class TreePaths:
         """Move the paths of a tree to `device`."""
         return cls(tree.parents.to(device), tree.ancestors.to(device))
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """B and N."""
-        return self.parents.shape[0], self.parents.shape[1]
-
     def windows(self, width: int) -> Tensor:
         """[B, N, W] places of the last W entries before each node, among W of the text and the N nodes after them."""
         if width not in self._windows:
@@ -86,11 +81,6 @@ class TreeLevels:
             order[rows, nodes] = torch.arange(before, before + len(rows))
             before += len(rows)
         return cls(levels, order)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """B and N."""
-        return self.order.shape[0], self.order.shape[1]
 
     def to(self, device: torch.device) -> TreeLevels:
         """Return these levels on `device`."""

@@ -39,10 +39,8 @@ class DraftTree:
         return self.tokens.shape[1]
 
     def to(self, device: torch.device) -> DraftTree:
-        """Move the tree to `device`."""
-        if device.type == "mps" and self.scores is not None:  # Apple GPUs have no float64
-            return replace(self, scores=self.scores.float())._each(lambda tensor: tensor.to(device))
-        return self._each(lambda tensor: tensor.to(device))
+        """Move the tree to `device`, where nobody asks for its scores, which Apple GPUs could not hold."""
+        return replace(self, scores=None)._each(lambda tensor: tensor.to(device))
 
     def row(self, row: int) -> DraftTree:
         """Return the tree of one row."""

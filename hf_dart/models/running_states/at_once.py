@@ -35,7 +35,7 @@ def convolution(
     activation: str | None = None,
 ) -> tuple[Tensor, After]:
     """Compute a causal convolution of each channel [B, N, C]: every node over the window that its path leaves."""
-    (batch, nodes), (channels, width) = paths.shape, text.shape[1:]
+    (batch, nodes), (channels, width) = paths.parents.shape, text.shape[1:]
     here = inputs.transpose(1, 2).to(text.dtype)
     places = paths.windows(width).view(batch, 1, -1).expand(-1, channels, -1)
     before = torch.cat([text, here], dim=-1).gather(2, places).view(batch, channels, nodes, width)
@@ -66,7 +66,7 @@ def delta_rule(
     """
     with torch.autocast(text.device.type, enabled=False):
         dtype = torch.promote_types(query.dtype, torch.float32)
-        (batch, nodes), heads, given = paths.shape, value.shape[2], query.dtype
+        (batch, nodes), heads, given = paths.parents.shape, value.shape[2], query.dtype
         query, key = (part.to(dtype) for part in (query, key))
         query, key = (part * torch.rsqrt((part * part).sum(-1, keepdim=True) + 1e-6) for part in (query, key))
         query = query * query.shape[-1] ** -0.5

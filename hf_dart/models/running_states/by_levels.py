@@ -38,7 +38,7 @@ def by_levels(
             """[M, 1, ...] of a tensor [B, N, ...]."""
             if part is cache:
                 return lent
-            if not isinstance(part, Tensor) or part.shape[:2] != on_host.shape:
+            if not isinstance(part, Tensor) or part.shape[:2] != on_host.order.shape:
                 return part
             level = levels(part.device).levels[depth]
             return part[level.rows, level.nodes][:, None]

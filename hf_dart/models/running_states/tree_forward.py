@@ -84,7 +84,7 @@ class Mixer:
             return self._forward(*args, **kwargs)
         held = cache.states
         fewest = 1 if isinstance(held, FixedStates) else 2
-        if self.family is None or not fewest <= held.shape[1] <= MOST:
+        if self.family is None or not fewest <= held.tree.size <= MOST:
             return by_levels(self.slots, self._forward, cache, args, kwargs)
         nodes = Nodes(self.slots, held)
         outputs = self.family(self.module, args[0] if args else kwargs["hidden_states"], nodes)
