@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from transformers import cache_utils
 from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
@@ -16,31 +17,20 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-try:  # layer kinds that older releases do not have
-    from transformers.cache_utils import DummyLayer
-except ImportError:  # pragma: no cover
-    DummyLayer = type("DummyLayer", (), {})
-try:
-    from transformers.cache_utils import (
-        LinearAttentionAndFullAttentionLayer,
-        LinearAttentionAndSlidingWindowAttentionLayer,
-        LinearAttentionAndStaticFullAttentionLayer,
-        LinearAttentionAndStaticSlidingWindowAttentionLayer,
-        LinearAttentionLayer,
-    )
 
-    if not hasattr(Cache, "get_conv_state"):  # models of older releases reach into the layers themselves
-        raise ImportError
-    MIXED_LAYERS: tuple[type, ...] = (
-        LinearAttentionAndFullAttentionLayer,
-        LinearAttentionAndSlidingWindowAttentionLayer,
-        LinearAttentionAndStaticFullAttentionLayer,
-        LinearAttentionAndStaticSlidingWindowAttentionLayer,
-    )
-    """Layers that keep keys and values as well as running states."""
-except ImportError:  # pragma: no cover
-    LinearAttentionLayer = type("LinearAttentionLayer", (), {})
-    MIXED_LAYERS = ()
+class _Absent:
+    """Kind of layers that a release of transformers does not have, or not as we need it."""
+
+
+DummyLayer: Any = getattr(cache_utils, "DummyLayer", _Absent)
+# Models of releases without `get_conv_state` reach into the layers themselves.
+_HAS_STATES = hasattr(Cache, "get_conv_state")
+_BESIDE_STATES = ("Full", "SlidingWindow", "StaticFull", "StaticSlidingWindow")
+LinearAttentionLayer: Any = cache_utils.LinearAttentionLayer if _HAS_STATES else _Absent
+MIXED_LAYERS: tuple[type, ...] = tuple(
+    getattr(cache_utils, f"LinearAttentionAnd{kind}AttentionLayer") for kind in _BESIDE_STATES if _HAS_STATES
+)
+"""Layers that keep keys and values as well as running states."""
 
 SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, *MIXED_LAYERS)
 """Layers of which keys and values are all that they keep per position."""
