@@ -31,32 +31,11 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 __all__ = [
-    "Batcher",
-    "DFlashDrafter",
-    "DartCandidateGenerator",
-    "DartConfig",
-    "DartHead",
-    "DiffusionDrafter",
-    "EagleDrafter",
-    "Gemma4Drafter",
-    "LanguageModelDrafter",
-    "Learner",
-    "LookupDrafter",
-    "MtpDrafter",
-    "NgramTable",
-    "SuffixStore",
-    "TreeConfig",
-    "View",
-    "__version__",
-    "attach",
-    "compile",
-    "detach",
-    "generate",
-    "generate_many",
-    "iterate_many",
-    "load_drafter",
-    "load_once",
-]
+    "Batcher", "DFlashDrafter", "DartCandidateGenerator", "DartConfig", "DartHead", "DiffusionDrafter",
+    "EagleDrafter", "Gemma4Drafter", "LanguageModelDrafter", "Learner", "LookupDrafter", "MtpDrafter", "NgramTable",
+    "SuffixStore", "TreeConfig", "View", "__version__", "attach", "compile", "detach", "generate", "generate_many",
+    "iterate_many", "load_drafter", "load_once",
+]  # fmt: skip
 
 _HOMES = {
     "Batcher": "serve.batcher",
