@@ -32,32 +32,19 @@ class AdditivePenaltyLogitsProcessor(LogitsProcessor):
 
 # All compared by exact type: what a subclass does is not known.
 _SCORES_ALONE = (
-    transformers.TemperatureLogitsWarper,
-    transformers.TopKLogitsWarper,
-    transformers.InfNanRemoveLogitsProcessor,
-    transformers.LogitNormalization,
-    transformers.SuppressTokensLogitsProcessor,
-    transformers.TopPLogitsWarper,
-    transformers.TopHLogitsWarper,
-    transformers.MinPLogitsWarper,
-    transformers.TypicalLogitsWarper,
-    transformers.EpsilonLogitsWarper,
-    transformers.EtaLogitsWarper,
-)
+    transformers.TemperatureLogitsWarper, transformers.TopKLogitsWarper, transformers.InfNanRemoveLogitsProcessor,
+    transformers.LogitNormalization, transformers.SuppressTokensLogitsProcessor, transformers.TopPLogitsWarper,
+    transformers.TopHLogitsWarper, transformers.MinPLogitsWarper, transformers.TypicalLogitsWarper,
+    transformers.EpsilonLogitsWarper, transformers.EtaLogitsWarper,
+)  # fmt: skip
 _ROW_FREE = (
-    *_SCORES_ALONE,
-    transformers.MinLengthLogitsProcessor,
-    transformers.MinNewTokensLengthLogitsProcessor,
-    transformers.NoRepeatNGramLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-    transformers.SequenceBiasLogitsProcessor,
-    transformers.NoBadWordsLogitsProcessor,
-    transformers.ForcedBOSTokenLogitsProcessor,
-    transformers.ForcedEOSTokenLogitsProcessor,
-    transformers.ExponentialDecayLengthPenalty,
-    transformers.SuppressTokensAtBeginLogitsProcessor,
+    *_SCORES_ALONE, transformers.MinLengthLogitsProcessor, transformers.MinNewTokensLengthLogitsProcessor,
+    transformers.NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor,
+    transformers.SequenceBiasLogitsProcessor, transformers.NoBadWordsLogitsProcessor,
+    transformers.ForcedBOSTokenLogitsProcessor, transformers.ForcedEOSTokenLogitsProcessor,
+    transformers.ExponentialDecayLengthPenalty, transformers.SuppressTokensAtBeginLogitsProcessor,
     AdditivePenaltyLogitsProcessor,
-)
+)  # fmt: skip
 # These keep state per row of the batch, and so need the whole batch.
 _ROW_BOUND = (
     transformers.EncoderRepetitionPenaltyLogitsProcessor,

@@ -38,14 +38,9 @@ from hf_dart.trees.config import TreeConfig
 
 # Options that ask `generate` for other modes than greedy search and sampling.
 _OTHER_MODES = (
-    "constraints",
-    "force_words_ids",
-    "penalty_alpha",
-    "dola_layers",
-    "prompt_lookup_num_tokens",
-    "assistant_early_exit",
-    "use_mtp",
-)
+    "constraints", "force_words_ids", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens",
+    "assistant_early_exit", "use_mtp",
+)  # fmt: skip
 _CHOOSING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 FILL = 64
