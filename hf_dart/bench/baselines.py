@@ -23,10 +23,7 @@ _LOOKUP_TOKENS = 10
 
 
 def methods(
-    pair: Pair,
-    names: Sequence[str] = ("lookup", "tree"),
-    assistant_model: Any = None,
-    drafters: Sequence[Any] = (),
+    pair: Pair, names: Sequence[str] = ("lookup", "tree"), assistant_model: Any = None, drafters: Sequence[Any] = ()
 ) -> dict[str, dict[str, Any]]:
     """Options of `generate` by method, stock's own first.
 

@@ -246,11 +246,7 @@ def _drafted(
             )
         _take_stop_strings(model, kwargs, tokenizer)
     decode = partial(
-        run or speculative_generate,
-        **drafting,
-        streamer=streamer,
-        synced_gpus=bool(synced_gpus),
-        optional=optional,
+        run or speculative_generate, **drafting, streamer=streamer, synced_gpus=bool(synced_gpus), optional=optional
     )
     return stock(model, **{**kwargs, "custom_generate": decode})
 

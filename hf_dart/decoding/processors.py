@@ -46,10 +46,7 @@ _ROW_FREE = (
     AdditivePenaltyLogitsProcessor,
 )  # fmt: skip
 # These keep state per row of the batch, and so need the whole batch.
-_ROW_BOUND = (
-    transformers.EncoderRepetitionPenaltyLogitsProcessor,
-    transformers.EncoderNoRepeatNGramLogitsProcessor,
-)
+_ROW_BOUND = (transformers.EncoderRepetitionPenaltyLogitsProcessor, transformers.EncoderNoRepeatNGramLogitsProcessor)
 _CRITERIA = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria, transformers.StopStringCriteria)
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
 OUTLINES_XGRAMMAR = "outlines.backends.xgrammar.XGrammarLogitsProcessor"

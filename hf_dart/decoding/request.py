@@ -231,11 +231,7 @@ def refuse_options(
         (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
         (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),
         (isinstance(kwargs.get("logits_to_keep"), Tensor), "logits_to_keep=tensor(...)", "a number"),
-        (
-            synced_gpus or sharded,
-            "synced_gpus (FSDP or ZeRO-3 generation)",
-            "a model that is whole on each process",
-        ),
+        (synced_gpus or sharded, "synced_gpus (FSDP or ZeRO-3 generation)", "a model that is whole on each process"),
     ]
     for refused, option, instead in named:
         if refused:
