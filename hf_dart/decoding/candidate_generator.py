@@ -37,7 +37,7 @@ class DartCandidateGenerator(CandidateGenerator):
 
     Use it by `model.generate(..., custom_generate=DartCandidateGenerator.stock_loop(head))`. Greedy text is stock's
     token for token. Sampled text has stock's distribution, but is another text for the same seed: drafts are drawn from
-    q with the call's own processors, and `candidate_logits` returns q, as rejection sampling needs. hf_dart's own loop
+    q with the call's own processors, and `get_candidates` returns q, as rejection sampling needs. hf_dart's own loop
     (`assistant=head`) verifies trees and equals stock for the same seed; this one is for targets and attention
     that take no tree mask. Config and processors are those of the call as `generate` prepared it, and the prompt begins
     with so many left `pads`.

@@ -14,9 +14,9 @@ from weakref import ref
 import torch
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.api import unwrapped
 from hf_dart.decoding.session import Session, one_round
 from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.engine.compiling import EngineConfig
 from hf_dart.engine.graphs import Capture
 from hf_dart.engine.tier import Tier, drafts_on_fixed_shapes

@@ -1,4 +1,4 @@
-"""Launching a round: one CUDA graph, or a plain call where there is no CUDA; and memory that graphs share."""
+"""Launching a part of a round: one CUDA graph, or a plain call where there is no CUDA; memory that graphs share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Memory:
     """Buffers by name, each as large as the largest that was asked for; the others of that name are views of it.
 
     One tier is loaded at a time, and what it holds is put there as it is loaded. So keys and values of tiers that
-    differ in their trees, processors or rows lie in one place. A tier twice as long needs a larger buffer, while those
+    differ in their trees or rows lie in one place. A tier twice as long needs a larger buffer, while those
     in use stay where they are: graphs know them by their addresses.
     """
 
