@@ -20,16 +20,13 @@ from hf_dart.decoding.stats import DraftStats, Trace
 from hf_dart.decoding.suffix_store import Remembers
 from hf_dart.decoding.turns import resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
-from hf_dart.drafters.base import Proposal, Score, Verified, entries_of
+from hf_dart.drafters.base import Proposal, Verified, entries_of
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.features import states_at
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
 from hf_dart.trees.copies import Copies
 from hf_dart.trees.tree import DraftTree
-
-ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
-"""`Drafter.propose_ranked`, or a captured pass in its place."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +107,7 @@ class Session:
                 state.multimodal |= request.multimodal
                 reader, kinds, self.cache = read_prompt(asked, rows, state)
             # How the drafter is asked for a draft, and the target's forward over a tree: captured passes replace both.
-            self.propose_with: ProposeFunction = drafter.propose_ranked
+            self.propose_with: Callable[..., Proposal | None] = drafter.propose_ranked
             self.hidden_states: HiddenStates | None = None  # where the call returns them
             collects = request.collects("output_hidden_states")
             if collects:
