@@ -17,7 +17,6 @@ from hf_dart.decoding.pace import Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
-from hf_dart.decoding.suffix_store import Remembers
 from hf_dart.decoding.turns import resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
 from hf_dart.drafters.base import Proposal, Verified, entries_of
@@ -98,6 +97,7 @@ class Session:
         # rounds, which drop no window either, choose by a pace of their own.
         self.keeps = bool(pace.may_draft(max(rows.rooms)) or request.returns_cache or observed or not request.windowed)
         self.pending: list[Verified] = []  # what the drafter has not read, for want of a draft
+        self._memory = request.memory
         asked = request if self.keeps else replace(request, drafter=LookupDrafter())
         drafter = asked.drafter
         with self.stats.phase("prefill"):
@@ -135,8 +135,6 @@ class Session:
             self.seen = Verified(reader.last, no_tokens, counts)
             self.observers: list[Observer] = [observe(self) for observe in request.drafter.observers]
             self.observers += request.observers
-            if request.memory is not None:
-                self.observers.append(Remembers(self, request.memory))
             if reader.tail is not None:
                 for observer in self.observers:
                     observer.verified(reader.tail, None)
@@ -186,7 +184,11 @@ class Session:
             observer.verified(self.seen, partial(entries_of, logits, accepted.path))
 
     def tell_end(self, finished: bool) -> None:
-        """Tell the observers that the call has ended."""
+        """Tell the observers that the call has ended, whose texts its memory takes in once."""
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            for row, copied in enumerate(self.grower.copied):
+                memory.take_in(self.rows.text(row), copied)
         for observer in self.observers:
             observer.ended(finished)
 

@@ -17,9 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.base import Verified
 from hf_dart.models.tokenizers import same_vocabulary, vocabulary_hash
-from hf_dart.trees.copies import LONGEST, PRIOR, CopyCounts, TextIndex
+from hf_dart.trees.copies import LONGEST, PRIOR, CopyCounts, RowCopies, TextIndex
 from hf_dart.trees.costs import Array
 
 FORMAT, VERSION = "hf_dart.memory", "1"
@@ -271,6 +270,12 @@ class Namespace:
         """See `trees.copies.Memory`."""
         return self.store.number(self.name) << 32
 
+    def take_in(self, text: Sequence[int], copied: RowCopies) -> None:
+        """Take in the text of a row, and what was right of its copies."""
+        copied.learn()
+        self.store.learn(copied.right, copied.seen)
+        self.store.add(self.name, text)
+
     def forget(self) -> None:
         """Erase its texts."""
         self.store.forget(self.name)
@@ -283,23 +288,3 @@ def namespace_of(memory: Any) -> Namespace | None:
     if not isinstance(memory, Namespace | None):
         raise TypeError(f"memory= takes a SuffixStore, not {type(memory).__name__}; give memory=SuffixStore().")
     return memory
-
-
-class Remembers:
-    """Observer of one call (`decoding.session.Observer`), whose texts a namespace takes in at its end."""
-
-    def __init__(self, session: Any, memory: Namespace) -> None:
-        self._session, self._memory, self._told = session, memory, False
-
-    def verified(self, seen: Verified, logits: Any) -> None:
-        """Take note of nothing: the session keeps the texts."""
-
-    def ended(self, finished: bool) -> None:
-        """Take in the texts, and what was right of their copies."""
-        if self._told:
-            return
-        self._told, rows = True, self._session.rows
-        for row, copied in enumerate(self._session.grower.copied):
-            copied.learn()
-            self._memory.store.learn(copied.right, copied.seen)
-            self._memory.store.add(self._memory.name, rows.text(row))
