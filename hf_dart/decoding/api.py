@@ -397,8 +397,6 @@ def broken_off_on_failure(session: Session) -> Iterator[None]:
 def close_call(session: Session) -> Tensor | DartGenerateOutput:
     """End a call whose rows have all finished; returns what `speculative_generate` does."""
     output, drafter = result(session), session.request.drafter
-    if session.noise is not None:
-        session.noise.end()
     drafter.last_stats = session.stats  # set before readers of the streamer see its end
     session.streaming.end()
     session.pace.finish(drafter, session.grower.copied)

@@ -32,7 +32,8 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
     sequences = s.rows.sequences()
     if s.stats.trace is not None:
         s.stats.trace.end(s.rows.steps)
-    leave_generator(s, s.rows.steps)
+    if s.noise is not None:
+        s.noise.leave_as_stock(s.rows.steps)
     if s.request.returns_cache:
         pending = [*s.pending, s.seen, *_even_out(s, sequences)]
         s.cache.write_back(s.rows.steps - 1)
@@ -75,17 +76,10 @@ def break_off(s: Session) -> None:
 
     The cache then holds the prompt and so much of the generated tokens as every row has committed.
     """
-    leave_generator(s, s.streaming.position)
+    if s.noise is not None:
+        s.noise.leave_as_stock(s.streaming.position)
     if s.request.users_cache:
         committed = int((s.cache.lengths - s.cache.prompt_lengths).min())
         with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
             s.cache.write_back(committed)
     s.tell_end(finished=False)
-
-
-def leave_generator(s: Session, position: int) -> None:
-    """Leave the default generator as stock would have after `position` tokens per row."""
-    if s.noise is not None and s.rows.in_step:  # tokens were drawn from it as they came
-        s.noise.end()
-    elif s.noise is not None:
-        s.noise.leave_as_stock(position)

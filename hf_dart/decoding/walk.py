@@ -301,14 +301,14 @@ class NoiseStream:
     def leave_as_stock(self, steps: int) -> None:
         """Put the generator where stock `generate` leaves it after `steps` output positions, and end.
 
-        Should it be broken off, it is to be called again, or `end`.
+        Of a forecast, the tokens have moved it. Should it be broken off, it is to be called again, or `end`.
         """
         if self._leads:
             self._draw_to(steps)
             if steps:  # else it was not moved, unless by others
                 set_generator_state(self._device, self._states[steps])
             self.end()
-        elif self.given is not None:
+        elif self.given is not None and not self._forecast:
             self._draw_to(steps)
             self.given.set_state(self._states[steps])
 
