@@ -287,12 +287,9 @@ class SlotCache:
         other.reader = self.reader
         for number, store in enumerate(self.stores):
             assert store.window is None
-            shape = store.shape_for(len(lengths), capacity)
-            if zeros is None:
-                storage = store.storage.new_zeros(shape)
-            else:
-                storage = zeros(f"store {number}", shape, store.storage.dtype, store.storage.device)
-            other.stores.append(SlotStore(storage))
+            shape, like = store.shape_for(len(lengths), capacity), store.storage
+            made = zeros(f"store {number}", shape, like.dtype, like.device) if zeros else like.new_zeros(shape)
+            other.stores.append(SlotStore(made))
         return other
 
     def as_fixed(self, batch_size: int, capacity: int, device: torch.device, zeros: Zeros) -> Self:

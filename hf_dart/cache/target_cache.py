@@ -124,15 +124,12 @@ class TargetCache:
         states = None if self.states is None else FixedStates(self.states, batch_size, memory_of("states"))
         return self._with(entries, states)
 
-    def of_seats(self, seats: int) -> Self:
-        """Make one with the same layers for that many rows, whose entries are to be taken in (`take_rows`)."""
-        entries = self.entries.like(torch.ones(seats, dtype=torch.long), self.entries.capacity)
-        states = None
-        if self.states is not None:
-            states = RunningStates(
-                {slot: state.new_zeros(seats, *state.shape[1:]) for slot, state in self.states.committed.items()}
-            )
-        return self._with(entries, states)
+    def of_a_seat(self) -> Self:
+        """Make one with the same layers for one row, as this one is, whose entries are to be taken in (`take_rows`)."""
+        entries = self.entries.like(torch.ones(1, dtype=torch.long), self.entries.capacity)
+        known = {} if self.states is None else self.states.committed
+        zeros = {slot: torch.zeros_like(state) for slot, state in known.items()}
+        return self._with(entries, RunningStates(zeros) if zeros else None)
 
     def resize(self, rows: int) -> None:
         """Hold so many rows: the first ones, and others after them, which are to be taken in (`take_rows`)."""

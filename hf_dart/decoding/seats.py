@@ -65,7 +65,7 @@ class Seats:
             # What the first call has is shared as it is, unless the call is to hand it back.
             cache, returned = session.cache, request.returns_cache
             self._verify = Verifier(
-                like.target, cache.of_seats(1) if returned else cache, like.kinds, like.feature_layers
+                like.target, cache.of_a_seat() if returned else cache, like.kinds, like.feature_layers
             )
             self._state = state if type(state) is SlotCache and not request.tree_config.refine else None
             if self._state is not None and returned:

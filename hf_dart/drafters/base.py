@@ -50,8 +50,7 @@ class Verified(NamedTuple):
     def padded(self, width: int) -> Verified:
         """Add entries that are not real, up to `width` of them."""
         more = width - self.next_tokens.shape[1]
-        added = [(0, 0) * (part.ndim - 2) + (0, more) for part in self[:2]]
-        features, tokens = (nn.functional.pad(part, sizes) for part, sizes in zip(self[:2], added, strict=True))
+        features, tokens = (nn.functional.pad(part, (0, 0) * (part.ndim - 2) + (0, more)) for part in self[:2])
         return Verified(features, tokens, self.counts)
 
     def parts(self, size: int) -> Iterator[Verified]:
