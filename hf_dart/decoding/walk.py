@@ -122,7 +122,8 @@ class Walker:
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """Return the target's next token of a row from its logits [1, V]."""
-        logits = logits.to(dtype=torch.float32, device=self._rows.device)
+        # Some processors write to what they are given, and observers read the target's logits afterwards.
+        logits = logits.to(dtype=torch.float32, device=self._rows.device, copy=bool(self._processors))
         if self._of_rows is not None:
             scores = self._of_rows[row](self._rows.ids(row), logits)
         else:

@@ -223,8 +223,10 @@ def test_response_format(client: Any) -> None:
     pytest.importorskip("xgrammar")
     given: dict[str, Any] = {"model": "code", "messages": MESSAGES, "max_tokens": 60, "temperature": 1, "seed": 3}
     form: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "row", "schema": COPY, "strict": True}}
-    written = client.chat.completions.create(**given, n=2, response_format=form).choices
+    scores = {"logprobs": True, "top_logprobs": 2}  # of the target's own distribution
+    written = client.chat.completions.create(**given, **scores, n=2, response_format=form).choices
     for choice in written:
+        assert choice.logprobs.content[0].logprob < -0.01, "although the schema forces it"
         assert json.loads(choice.message.content).keys() == {"path", "again"}
         assert choice.finish_reason == "stop"
     told = {"input": MESSAGES, "max_output_tokens": 60, "extra_body": {"seed": 3}, "temperature": 1, "model": "code"}
