@@ -48,6 +48,7 @@ class Reader:
 
     def __init__(self, asked: Asked, tokenizer: Any, model: Any, prompt: list[int]) -> None:
         self.calls, self._held, self._most = 0, "", None if asked.parallel else 1
+        self._forced = bool(asked.forced)
         self._parser: Any = None
         if not asked.functions:
             return
@@ -94,6 +95,7 @@ class Reader:
                 take(self._parser.feed(character))
             if last:
                 take(self._parser.finalize()[1])
+                shown += self._held * self._forced  # such as "<too", which is no part of a field of `_FORM`
         except (KeyError, TypeError, ValueError):
             self._parser, shown = None, shown + self._held + "".join(rest)
         return shown, (*calls,)

@@ -285,6 +285,15 @@ def test_what_is_missing_on_the_server(service: Service, client: Any, monkeypatc
         client.chat.completions.create(**given)
 
 
+@pytest.mark.parametrize(("text", "content", "count"), [("<too", "<too", 0), ("{call}\n<tool", "\n<tool", 1)])
+def test_calls_that_are_cut_before_they_begin(service: Service, text: str, content: str, count: int) -> None:
+    """Where one has to be made, a part of its first word is text, too."""
+    asked = ChatAsked(messages=MESSAGES, tools=TOOLS, tool_choice="required")
+    written = text.format(call='<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')
+    shown, calls = Reader(asked, service.tokenizer, service.model, [5]).add(written, last=True)
+    assert (shown, len(calls)) == (content, count)
+
+
 @pytest.mark.parametrize("size", [1, 7, 1000])
 def test_text_that_only_looks_like_a_call(service: Service, size: int) -> None:
     """Qwen's form of calls, in pieces: what cannot be read as one is text, and nothing is lost."""
