@@ -173,7 +173,7 @@ class Batcher:
                 raise RuntimeError("This Batcher has been closed; make another one.")
             self._waiting.append(_Call(request, handle, autocast_dtype(self.device)))
             self._changed.notify()
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
                 self._thread = Thread(target=self._work, name="hf_dart.Batcher")
                 self._thread.start()
         return handle
@@ -195,7 +195,7 @@ class Batcher:
             thread = self._thread
         for call in self._calls() if cancel else ():
             call.handle.cancel()
-        if thread is not None:
+        if thread is not None and thread.is_alive():
             thread.join()
 
     def _calls(self) -> list[_Call]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, InvalidStateError
 from threading import Condition
 from typing import Any
 
 from hf_dart.decoding.stats import DraftStats
+
+logger = logging.getLogger(__name__)
 
 
 class Handle(Future[Any]):
@@ -61,7 +64,10 @@ class Handle(Future[Any]):
             self.tokens += tokens
             self._news.notify_all()
         for function in self._told:
-            function()
+            try:
+                function()
+            except Exception:  # as a future does; the loop that it calls may be closed
+                logger.exception("A callback of a request failed.")
 
     def end(self, output: Any, failure: BaseException | None = None) -> None:
         """Set the output, or the error that ended the request, unless it has been cancelled meanwhile."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby, product
 from random import Random
-from threading import current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from support.cases import GREEDY, SAMPLED
 from support.families import needs_running_states
 from support.makers import MAKERS, PARTS, pair
 from support.tiny import prompts, tiny_head, tiny_target
-from support.users import TOKENIZER, Criterion, FormProcessor, OwnError, Processor
+from support.users import TOKENIZER, Criterion, FormProcessor, OwnError, Processor, Stopped, fail
 from transformers import LogitsProcessor
 
 from hf_dart import Batcher, Learner, LookupDrafter, SuffixStore, TreeConfig, attach
@@ -319,6 +319,37 @@ def test_a_processor_that_exits_ends_its_own_request_alone() -> None:
         failing[0].result(timeout=60)
     batcher.close()
     assert batcher.most_at_once == 2
+
+
+def test_callbacks_that_fail_end_nothing() -> None:
+    """Such as one that calls an event loop which has been closed meanwhile."""
+    target, told = tiny_target("llama"), list[int]()
+
+    def fails() -> None:
+        told.append(0)
+        if len(told) > 1:  # it is called when it is added, too
+            raise OwnError
+
+    with Scheduled(target, tiny_head(target)) as batcher:
+        batcher.schedule[2].append(lambda: batcher._running[0].handle.add_news_callback(fails))
+        for handle in [batcher.submit(**prompts([5]), **GREEDY) for _ in range(2)]:
+            assert torch.equal(handle.result(timeout=60), target.generate(**prompts([5]), **GREEDY))
+    assert len(told) > 1
+
+
+def test_a_thread_that_was_kept_from_starting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By Ctrl-C, say; the next request starts one, and a batcher without one can be closed."""
+    target = tiny_target("llama")
+    batchers = Batcher(target), Batcher(target)
+    with monkeypatch.context() as patched:
+        patched.setattr(Thread, "start", lambda thread: fail(Stopped))
+        for batcher in batchers:
+            with pytest.raises(Stopped):
+                batcher.submit(**prompts([5]), **GREEDY)
+    batchers[0].close()
+    found = batchers[1].submit(**prompts([5]), **GREEDY).result(timeout=60)
+    assert torch.equal(found, target.generate(**prompts([5]), **GREEDY))
+    batchers[1].close()
 
 
 def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
