@@ -6,6 +6,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Condition, Thread
 from typing import Any, Self
@@ -94,7 +95,8 @@ class Batcher:
         default, self._memory = None, None
         if isinstance(attached, AttachedGenerate):
             default, self._memory = attached.default, attached.memory
-        self._drafter = drafter or default or LookupDrafter(TreeConfig(nodes=1, draft_cost=0.0))
+        self._nothing = LookupDrafter(TreeConfig(nodes=1, draft_cost=0.0))
+        self._drafter = drafter or default or self._nothing
         check_verification(self._model)
         self.max_tokens = max_tokens
         self._prefixes = Prefixes(prefix_tokens)
@@ -139,10 +141,10 @@ class Batcher:
                 `Handle.seed` tells.
             observers: are told of what it commits, on the thread of the rounds, before its tokens are shown.
             options: all others of `generate`, such as `max_new_tokens`, `do_sample`, `logits_processor`,
-                `stopping_criteria`, `stop_strings` with `tokenizer`, `memory`, `tree_config` and `assistant`.
-                Processors and criteria run on the thread of the rounds; those that keep state between calls serve one
-                request each. Requests of different tree configs or drafters, or submitted under another autocast, do
-                not run at the same time.
+                `stopping_criteria`, `stop_strings` with `tokenizer`, `memory`, `tree_config` and `assistant` (None
+                drafts nothing). Processors and criteria run on the thread of the rounds; those that keep state between
+                calls serve one request each. Requests of different tree configs or drafters, or submitted under
+                another autocast, do not run at the same time.
 
         Returns:
             The request, whose tokens and output come as they are known.
@@ -160,6 +162,7 @@ class Batcher:
         if not overlaps:
             self._prefixes.checked = False
         given = {"assistant": self._drafter, "memory": self._memory, **options}
+        given["assistant"] = given["assistant"] or self._nothing
         request = requested(self._model, ids, generation_config, overlaps=overlaps, **given)
         request = replace(request, observers=(*observers,))
         if request.most > self.max_tokens:
@@ -167,7 +170,7 @@ class Batcher:
                 f"This request may hold {request.most} tokens, {request.total} of its prompt and the new ones, and "
                 f"max_tokens is {self.max_tokens}; give a smaller max_new_tokens, or a Batcher with more of them."
             )
-        handle = Handle(secrets.randbits(63) if seed is None else seed)
+        handle = Handle(secrets.randbits(63) if seed is None else int(seed))
         with self._changed:
             if self._closed:
                 raise RuntimeError("This Batcher has been closed; make another one.")
@@ -180,8 +183,11 @@ class Batcher:
 
     def _row(self, values: Tensor | Sequence[int]) -> Tensor:
         """Return [P] or [1, P] numbers as a tensor [1, P]."""
-        row = torch.as_tensor(values, device=None if isinstance(values, Tensor) else self.device)
-        return row[None] if row.ndim == 1 else row
+        with suppress(RuntimeError, TypeError, ValueError):
+            row = torch.as_tensor(values, device=None if isinstance(values, Tensor) else self.device)
+            if row.ndim:
+                return row[None] if row.ndim == 1 else row
+        raise TypeError(f"A prompt is a row of token ids, not {values!r:.100}; give tokenizer(text)['input_ids'].")
 
     def close(self, cancel: bool = False) -> None:
         """Take no more requests, and return when all are done.

@@ -99,7 +99,7 @@ def iterate_many(
     """
     if isinstance(prompts, str | Mapping):
         raise TypeError(f"prompts= is one {type(prompts).__name__}; give a list of prompts.")
-    seeds = iter(repeat(None) if seed is None else count(seed) if isinstance(seed, int) else seed)
+    seeds = iter(repeat(None) if seed is None else seed if isinstance(seed, Iterable) else count(int(seed)))
     handles: deque[Handle] = deque()
 
     def done(count: int) -> Iterator[Handle]:

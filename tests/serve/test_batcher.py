@@ -287,6 +287,9 @@ def test_refusals() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             batcher.submit(**prompts([5]), **{"max_new_tokens": 9, **options})
+    for prompt in "abc", 5, None, TOKENIZER("abc"), [[3], [4, 5]]:
+        with pytest.raises(TypeError, match=r"A prompt is a row of token ids, not .*; give tokenizer"):
+            batcher.submit(prompt)
     assert batcher._thread is None
     batcher.close()
     with pytest.raises(RuntimeError, match="make another one"):
@@ -415,12 +418,16 @@ def test_drafter_and_memory_of_an_attached_model() -> None:
     with Batcher(target) as batcher:
         shapes: list[dict[str, Any]] = [{"memory": None}, {}, {"tree_config": TreeConfig(nodes=2)}]
         handles = [batcher.submit([3, 4, 5], **GREEDY, **shape) for shape in shapes]
+        undrafted = batcher.submit([3, 4, 5], **GREEDY, assistant=None, memory=None)
     wanted = type(target).generate(target, torch.tensor([[3, 4, 5]]), **GREEDY)
     for handle in handles:
         assert torch.equal(handle.result(), wanted)
         assert handle.stats is not None
         assert handle.stats.drafted > 0
     assert handle.stats.drafted <= handle.stats.rounds
+    assert torch.equal(undrafted.result(), wanted)
+    assert undrafted.stats is not None
+    assert undrafted.stats.drafted == 0
     assert store.tokens >= 23
     assert store.names == [""]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 from support.cases import GREEDY, SAMPLED
@@ -22,7 +23,7 @@ def test_outputs_in_order() -> None:
     wanted = [run(target, one, 5 + number, **SAMPLED).sequences for number, one in enumerate(inputs)]
     listed = [{name: values[0].tolist() for name, values in one.items()} for one in inputs]  # as a tokenizer's own
     given = [(one, lists, lists["input_ids"])[n % 3] for n, (one, lists) in enumerate(zip(inputs, listed, strict=True))]
-    for asked, seed in ((given, 5), (iter(given), range(5, 17))):
+    for asked, seed in ((given, numpy.int64(5)), (iter(given), numpy.arange(5, 17))):
         found = generate_many(target, asked, tiny_head(target), seats=3, seed=seed, progress=False, **SAMPLED)
         assert all(map(torch.equal, found, wanted))
 
