@@ -63,11 +63,12 @@ class Handle(Future[Any]):
         with self._news:
             self.tokens += tokens
             self._news.notify_all()
-        for function in self._told:
+        for function in [*self._told]:
             try:
                 function()
-            except Exception:  # as a future does; the loop that it calls may be closed
-                logger.exception("A callback of a request failed.")
+            except Exception:  # the loop that it calls may be closed
+                self._told.remove(function)
+                logger.exception("A callback of a request failed, and is not called again.")
 
     def end(self, output: Any, failure: BaseException | None = None) -> None:
         """Set the output, or the error that ended the request, unless it has been cancelled meanwhile."""
