@@ -19,6 +19,7 @@ from hf_dart import TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import close_call, open_request, requested
 from hf_dart.decoding.seats import Seats
+from hf_dart.models.stock_steps import CACHE
 
 WINDOW = {"draft_window": 24, "draft_sink": 2}
 SIZES = [[70], [70, 9, 40]]
@@ -87,7 +88,7 @@ def test_turns_are_stocks(lengths: list[int], executor: str, dropped: set[bool])
         cache, inputs = DynamicCache(config=target.config), prompts(lengths)
         for seed, window in enumerate((40, 40, 24, None)):
             head.draft_window = window
-            texts.append(run(target, inputs, seed, past_key_values=cache, **OPTIONS["sampled"], **drafting))
+            texts.append(run(target, inputs, seed, **{CACHE: cache}, **OPTIONS["sampled"], **drafting))
             inputs = next_turn_of(inputs, texts[-1].sequences)
     for ours, stock in zip(texts[4:], texts[:4], strict=True):
         same(ours, stock)
