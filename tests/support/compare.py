@@ -140,7 +140,7 @@ def parted(
 def configs_put_back(model: Any) -> Iterator[None]:
     """Undo what happens inside to the model's configs.
 
-    Stock's own calls change them: `cache_implementation="paged"` the attention, `assistant_early_exit` the layers.
+    Stock's own calls change them: `assistant_early_exit` the layers.
     """
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, dict(vars(config))) for config in configs.values()]

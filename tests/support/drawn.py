@@ -120,8 +120,9 @@ FIELDS: dict[str, tuple[float, list[Any]]] = {
 # What stock refuses, or ours: one of them in a call.
 ODD: list[tuple[str, Any]] = [
     ("num_beams", 2), ("use_cache", False), ("output_attentions", True), ("token_healing", True), ("use_mtp", True),
-    ("cache_implementation", "quantized"), ("cache_implementation", "offloaded"), ("cache_implementation", "paged"),
-    ("cache_implementation", "nonsense"), ("cache_config", {"nbits": 4}), ("prompt_lookup_num_tokens", 3),
+    ("cache_implementation", "quantized"), ("cache_implementation", "offloaded"),
+    ("cache_implementation", "offloaded_static"), ("cache_implementation", "nonsense"), ("cache_config", {"nbits": 4}),
+    ("prompt_lookup_num_tokens", 3),
     ("penalty_alpha", 0.6), ("dola_layers", "low"), ("num_beam_groups", 2), ("diversity_penalty", 0.5),
     ("constraints", []), ("force_words_ids", [[3]]), ("assistant_early_exit", 1), ("is_assistant", True),
     ("speculation_type", "nonsense"), ("temperature", 0.0), ("temperature", 2), ("temperature", "hot"), ("top_k", -3),
