@@ -36,6 +36,12 @@ def position_limit(target: PreTrainedModel) -> int:
     return int(table) - 1 if table and table > 0 else sys.maxsize
 
 
+def positions_of_table(target: PreTrainedModel) -> int:
+    """Return how many positions a target has that looks them up in a table; its forward fails beyond them."""
+    rotates = getattr(target.config.get_text_config(decoder=True), "rope_parameters", None)
+    return sys.maxsize if rotates else position_limit(target) + 1
+
+
 def refuse_crossing(
     target: PreTrainedModel,
     prompt: int,  # positions of the longest prompt; 0 where they are not those of its tokens (images)

@@ -26,6 +26,7 @@ from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.devices import autocast_dtype
+from hf_dart.models.positions import positions_of_table
 from hf_dart.models.trial import check_verification
 from hf_dart.serve.handle import Handle
 from hf_dart.serve.prefixes import Prefixes
@@ -98,7 +99,7 @@ class Batcher:
         self._nothing = LookupDrafter(TreeConfig(nodes=1, draft_cost=0.0))
         self._drafter = drafter or default or self._nothing
         check_verification(self._model)
-        self.max_tokens = max_tokens
+        self.max_tokens, self._positions = max_tokens, positions_of_table(self._model)
         self._prefixes = Prefixes(prefix_tokens)
         self._seats = Seats(seats)
         self._waiting: deque[_Call] = deque()
@@ -144,7 +145,8 @@ class Batcher:
                 `stopping_criteria`, `stop_strings` with `tokenizer`, `memory`, `tree_config` and `assistant` (None
                 drafts nothing). Processors and criteria run on the thread of the rounds; those that keep state between
                 calls serve one request each. Requests of different tree configs or drafters, or submitted under
-                another autocast, do not run at the same time.
+                another autocast, do not run at the same time; nor do any beside one that may go beyond a table of
+                positions, as GPT-2 has one.
 
         Returns:
             The request, whose tokens and output come as they are known.
@@ -251,7 +253,8 @@ class Batcher:
             calls = [self._waiting[0], *self._running]
             room = max(call.request.most for call in calls) * len(calls) <= self.max_tokens
             first, last = ((call.request.drafter, call.request.tree_config) for call in (calls[0], calls[-1]))
-            if self._running and not (room and first == last):
+            alone = any(call.request.most - 1 > self._positions for call in calls)  # or the forward of all would fail
+            if self._running and (alone or not (room and first == last)):
                 return None
             self._reading = self._waiting.popleft()
             return self._reading

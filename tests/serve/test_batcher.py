@@ -10,6 +10,7 @@ from functools import cache, partial
 from itertools import groupby, product
 from random import Random
 from threading import Thread, current_thread, main_thread
+from time import sleep
 from typing import Any
 
 import pytest
@@ -394,6 +395,24 @@ def test_requests_that_are_cancelled_make_room_at_once(monkeypatch: pytest.Monke
     batcher.submit(**prompts([4]), **options).result(timeout=60)
     batcher.close()
     assert held == [(3, 2), (1, 1)]
+
+
+def test_a_request_that_goes_beyond_the_table_of_positions() -> None:
+    """As it would take those that share its forward with it, it runs alone."""
+    target, handles = tiny_target("gpt2"), list[Handle]()  # which has 256
+    batcher = Scheduled(target, tiny_head(target))
+    options = {"do_sample": False, **prompts([240])}
+    for new in 40, 17, 17:
+        batcher.schedule[2].append(lambda new=new: handles.append(batcher.submit(**options, max_new_tokens=new)))
+    batcher.submit(**options, max_new_tokens=17)
+    while len(handles) < 3:
+        sleep(0.01)
+    batcher.close()
+    with pytest.raises(IndexError):
+        handles[0].result()
+    for handle in handles[1:]:
+        assert torch.equal(handle.result(), target.generate(**options, max_new_tokens=17))
+    assert batcher.most_at_once == 2
 
 
 def test_closing_cancels_what_is_not_done() -> None:
