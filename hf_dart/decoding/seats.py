@@ -51,8 +51,6 @@ class Seats:
         if not self.free:
             raise ValueError(f"All {self.size} seats are taken; call round() until one is free.")
         like, request, state = session.verify, session.request, session.drafter_state.state
-        if like.shift is not None:
-            raise ValueError("Seats take prompts at their usual positions, and this one is not; call generate for it.")
         moving = moving_rotary(like.target)
         if moving is not None and session.cache.longest > moving[0]:  # the longest row of a forward decides for all
             raise ValueError(
@@ -113,6 +111,9 @@ class Seats:
     def _change(self) -> None:
         """Begin with another number of calls; what the rounds of so many have shown before is known."""
         like, count = self.taken[0].session, len(self.taken)
+        shifts = [seat.own[0].shift for seat in self.taken]
+        known = torch.broadcast_tensors(*(torch.zeros(1, dtype=torch.long) if one is None else one for one in shifts))
+        self._verify.shift = None if shifts == [None] * count else torch.cat(known, dim=-1)
         for seat in self.taken:
             held: Any = seat
             seat.session.verify = seat.session.cache = seat.session.pace = held

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
 
-from hf_dart import LanguageModelDrafter, MtpDrafter, attach
+from hf_dart import Batcher, LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.models.stock_steps import CACHE
 
 SEEN = tally("float64, with images")
@@ -45,6 +45,21 @@ def test_two_rows_with_images(family: str) -> None:
     head = tiny_head(target)
     assert_identical(target, head, inputs, into=SEEN, **SAMPLED)
     assert head.last_stats.tau > 1.3
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_requests_at_once(family: str) -> None:
+    """Of text after images of two sizes, and of text alone, which write what they write alone."""
+    target = multimodal_target(family)
+    asked = [image_inputs(family, 1, turned=turned) for turned in (False, True)]
+    asked.insert(1, {"input_ids": torch.tensor([[9, 8, 7, 6, 5]])})
+    asked.append(image_inputs(family, 1, seed=4))
+    stock = [run(target, inputs, number, **SAMPLED).sequences for number, inputs in enumerate(asked)]
+    attach(target)
+    with Batcher(target, seats=3, drafter=tiny_head(target)) as batcher:
+        handles = [batcher.submit(**inputs, seed=number, **SAMPLED) for number, inputs in enumerate(asked)]
+        for handle, sequences in zip(handles, stock, strict=True):
+            assert torch.equal(handle.result(), sequences)
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=_stock_can), "gemma3"])
