@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -47,24 +48,30 @@ def test_right_targets_pass_in_every_precision(family: str, dtype: torch.dtype) 
         check_verification(tiny_target(family, "eager" if family == "gemma2" else "sdpa", dtype, seed=seed))
 
 
+def kinds_are(monkeypatch: pytest.MonkeyPatch, other: Callable[[MaskKind], MaskKind]) -> None:
+    """Let trees be masked as layers of another kind are."""
+    right = MaskKind.mask
+    monkeypatch.setattr(MaskKind, "mask", lambda kind, *given: right(other(kind), *given))
+
+
 @pytest.mark.parametrize("off", [-1, 1])
 @pytest.mark.parametrize("window", [10, 300, 4096])
 def test_windows_are_told_apart_by_one_position(off: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the window, and although the probe never runs a text so long."""
     target = tiny_target("mistral", dtype=torch.float32, sliding_window=window, max_position_embeddings=8192)
     check_verification(copy.deepcopy(target))
-    right = MaskKind.horizon
-    monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: right(self, positions) + off)
+    kinds_are(monkeypatch, lambda kind: replace(kind, window=kind.window - off))
     with pytest.raises(ValueError, match="something else for a token tree"):
         check_verification(target)
 
 
 def test_forgotten_windows_show_in_low_precision_and_chunks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: None)
+    kinds_are(monkeypatch, lambda kind: replace(kind, window=None))
     for window, dtype in product((10, 1000), NARROW):
         with pytest.raises(ValueError, match="something else for a token tree"):
             check_verification(tiny_target("mistral", dtype=dtype, sliding_window=window, max_position_embeddings=8192))
-    monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: positions - self.window if self.window else None)
+    monkeypatch.undo()
+    kinds_are(monkeypatch, lambda kind: replace(kind, name="sliding_attention"))
     with pytest.raises(ValueError, match="something else for a token tree"):
         check_verification(tiny_target("llama4"))
 
