@@ -268,8 +268,8 @@ def test_sliding_layers_keep_their_window(
 
 
 def check_windows(cache: TargetCache) -> None:
-    """The buffers of sliding layers have moved on, and are of their window's size."""
+    """The buffers of sliding layers are of their window's size, and have moved on as far as that takes."""
     windowed = next(one for one in cache.entries.stores if one.window == WINDOW)
     spread = int(cache.lengths.max() - cache.lengths.min())
-    assert windowed.first > 50
+    assert windowed.first >= cache.longest - windowed.capacity > 0
     assert windowed.capacity <= (2 if spread else 1) * (WINDOW + slot_cache.SLACK + slot_cache.SPARE + spread)
