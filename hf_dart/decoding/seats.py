@@ -112,8 +112,10 @@ class Seats:
         """Begin with another number of calls; what the rounds of so many have shown before is known."""
         like, count = self.taken[0].session, len(self.taken)
         shifts = [seat.own[0].shift for seat in self.taken]
-        known = torch.broadcast_tensors(*(torch.zeros(1, dtype=torch.long) if one is None else one for one in shifts))
-        self._verify.shift = None if shifts == [None] * count else torch.cat(known, dim=-1)
+        self._verify.shift = None
+        if any(shift is not None for shift in shifts):
+            known = [torch.zeros(1, dtype=torch.long) if shift is None else shift for shift in shifts]
+            self._verify.shift = torch.cat(torch.broadcast_tensors(*known), dim=-1)
         for seat in self.taken:
             held: Any = seat
             seat.session.verify = seat.session.cache = seat.session.pace = held
