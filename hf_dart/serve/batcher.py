@@ -163,9 +163,9 @@ class Batcher:
         overlaps = not all(call.handle.done() for call in self._calls())
         if not overlaps:
             self._prefixes.checked = False
-        given = {"assistant": self._drafter, "memory": self._memory, **options}
-        given["assistant"] = given["assistant"] or self._nothing
-        request = requested(self._model, ids, generation_config, overlaps=overlaps, **given)
+        drafter = options.pop("assistant", self._drafter) or self._nothing
+        options = {"memory": self._memory, **options}
+        request = requested(self._model, ids, generation_config, assistant=drafter, overlaps=overlaps, **options)
         request = replace(request, observers=(*observers,))
         if request.most > self.max_tokens:
             raise ValueError(

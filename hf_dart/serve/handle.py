@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_dart.decoding.stats import DraftStats
 
-logger = logging.getLogger(__name__)
+_LOGGER = logging.getLogger(__name__)
 
 
 class Handle(Future[Any]):
@@ -68,7 +68,7 @@ class Handle(Future[Any]):
                 function()
             except Exception:  # the loop that it calls may be closed
                 self._told.remove(function)
-                logger.exception("A callback of a request failed, and is not called again.")
+                _LOGGER.exception("A callback of a request failed, and is not called again.")
 
     def end(self, output: Any, failure: BaseException | None = None) -> None:
         """Set the output, or the error that ended the request, unless it has been cancelled meanwhile."""

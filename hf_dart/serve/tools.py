@@ -95,7 +95,8 @@ class Reader:
                 take(self._parser.feed(character))
             if last:
                 take(self._parser.finalize()[1])
-                shown += self._held * self._forced  # such as "<too", which is no part of a field of `_FORM`
+                if self._forced:  # the beginning of a call's first word, which no other field of `_FORM` takes
+                    shown += self._held
         except (KeyError, TypeError, ValueError):
             self._parser, shown = None, shown + self._held + "".join(rest)
         return shown, (*calls,)
