@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 
 def target_path(target: str | None) -> str:
-    """Return the folder or Hub id that a target's name stands for; None is `PACKAGED`."""
-    return str(PACKAGED_TARGET) if target in (None, "", PACKAGED) else str(target)
+    """Return the folder or Hub id that a target's name stands for; None is `PACKAGED`, and ~ the user's own folder."""
+    return str(PACKAGED_TARGET) if target in (None, "", PACKAGED) else os.path.expanduser(str(target))
 
 
 def load_tokenizer(name: str | None = None, **options: Any) -> Any:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from datetime import date
+from pathlib import Path
 
 from transformers import AutoConfig, Qwen3Config
 
 from hf_dart.hub.known_drafters import path_of, published_drafters, published_table
-from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, target_path
 
 SIZES = {"hidden_size": 2560, "num_hidden_layers": 36, "vocab_size": 151936}
 
@@ -44,3 +45,9 @@ def test_which_target_is_which() -> None:
     _, (packaged,) = published_drafters(AutoConfig.from_pretrained(PACKAGED_TARGET))
     assert path_of(packaged["repository"]) == str(PACKAGED_HEAD)
     assert path_of("JetSpec/jetspec-qwen3-8b") == "JetSpec/jetspec-qwen3-8b"
+
+
+def test_the_folder_of_a_recipe_may_be_in_ones_own() -> None:
+    """No shell has expanded the names that a recipe gives."""
+    assert target_path("~/gemma-3-270m") == str(Path.home() / "gemma-3-270m")
+    assert target_path("Qwen/Qwen3-4B") == "Qwen/Qwen3-4B"
