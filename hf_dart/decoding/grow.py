@@ -90,7 +90,7 @@ class TreeGrower:
     def __call__(
         self,
         proposal: Proposal | None,  # `depth` distributions per row; None where copied text alone grows
-        gumbel: Tensor | None,  # [B, depth, V] the noise that the target will draw with; None to rank without it
+        gumbel: Tensor | None,  # [B, depth, V or M] the noise that the target will draw with; None to rank without it
         deepest: list[int],  # deepest node per row
         refine: Callable[[Tensor], Proposal] | None = None,  # `Drafter.refine` of that proposal
         weights: list[float] | None = None,  # of a token more in each row (`pace.row_weights`); None for the mean
@@ -138,7 +138,7 @@ class TreeGrower:
         Before the last ones come the tokens [B, d] of the draft that they are scored after.
         """
         vocabulary = proposal.vocabulary
-        first = self._rank.scores(proposal.logits, gumbel, seen, vocabulary)
+        first = self._rank.scores(proposal.logits, gumbel, seen)
         candidates, (scores,) = self._rank.best(first, vocabulary=vocabulary)
         draft = best_chain(candidates, self._steps(proposal, candidates, scores))
         again, looked_at = first, draft
@@ -148,7 +148,7 @@ class TreeGrower:
                 draft = torch.cat([draft[:, :1], best[:, 1:]], dim=1)
                 if torch.equal(draft, looked_at):
                     break
-            later = self._rank.scores(refine(draft).logits, gumbel, seen, vocabulary)
+            later = self._rank.scores(refine(draft).logits, gumbel, seen)
             again, looked_at = torch.cat([first[:, :1], later[:, 1:]], dim=1), draft
         candidates, (scores, better) = self._rank.best(first, again, vocabulary=vocabulary)
         return candidates, scores, looked_at, better
@@ -235,20 +235,18 @@ class Ranker:
         self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Candidates [B, d, K], best first, and their scores [B, d, K], by what `scores` takes."""
-        logits = self._perturbed(logits, gumbel, seen, vocabulary)
+        logits = self._perturbed(logits, gumbel, seen)
         best, tokens = logits.topk(min(self._top_k, logits.shape[-1]))
         tokens = tokens if vocabulary is None else vocabulary[tokens]
         return tokens, best - logits.logsumexp(-1, keepdim=True)
 
-    def scores(
-        self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None = None
-    ) -> Tensor:
-        """Log-scores of all tokens, by a drafter's logits [B, d, V], or [B, d, M] of the tokens of a `vocabulary` [M].
+    def scores(self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None) -> Tensor:
+        """Log-scores of all tokens, by a drafter's logits [B, d, V], or [B, d, M] of the tokens of its vocabulary.
 
-        A repetition penalty applies to tokens that were `seen` [B, V or M]. With noise `gumbel` [B, d, V], that of the
-        target, a score is how sure the coupled draft is that the target will draw this very token.
+        A repetition penalty applies to tokens that were `seen` [B, V or M]. With the noise `gumbel` [B, d, V or M] of
+        the target, a score is how sure the coupled draft is that the target will draw this very token.
         """
-        return self._perturbed(logits, gumbel, seen, vocabulary).log_softmax(-1)
+        return self._perturbed(logits, gumbel, seen).log_softmax(-1)
 
     def best(self, *scores: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Return candidates [B, d, K] of several drafts, those that score best in any, and their `scores` in each."""
@@ -257,16 +255,12 @@ class Ranker:
         tokens = columns if vocabulary is None else vocabulary[columns]
         return tokens, [each.gather(-1, columns) for each in scores]
 
-    def _perturbed(
-        self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None
-    ) -> Tensor:
+    def _perturbed(self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None) -> Tensor:
         logits = logits.float()
         if seen is not None:
             penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
             logits = torch.where(seen[:, None], penalised, logits)
         if gumbel is not None:
-            if vocabulary is not None:
-                gumbel = gumbel[..., vocabulary.to(gumbel.device)]
             logits = self._warp(logits) + gumbel.to(logits.device)
         return logits
 

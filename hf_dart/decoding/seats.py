@@ -207,6 +207,10 @@ class Seats:
             self._drafts, copies = self._pace.choose(found, [1 / len(sessions)] * len(sessions), deepest)
             parts = zip(budgets, copies, strict=True)
             budgets = [replace(budget, drafted=self._drafts, copies=[one]) for budget, one in parts]
+        with timed.phase("noise"):
+            for session in sessions:
+                session.draw_noise(self._drafts)
+        with timed.phase("draft"):
             seen = [session.unread(self._drafts) for session in sessions]
             proposals = self._proposals(sessions, [one for one in seen if one is not None])
         trees: dict[int, DraftTree] = {}
@@ -245,7 +249,7 @@ class Seats:
         if not proposals:
             return grower(None, None, deepest, weights=weights, copies=copies)
         drafted = Proposal.joint([proposal.within(sessions[0].vocab_size) for proposal in proposals])
-        noise = [session.noise_ahead(0, grower.depth) for session in sessions]
+        noise = [session.noise_ahead(0, grower.depth, drafted.vocabulary) for session in sessions]
         gumbel = None if noise[0] is None else torch.cat([one for one in noise if one is not None])
         refine = partial(sessions[0].refine, proposals[0])
         return grower(drafted, gumbel, deepest, refine, weights, None, copies)

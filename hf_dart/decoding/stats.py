@@ -15,7 +15,7 @@ from jinja2 import Template
 from hf_dart.decoding.walk import Accepted
 from hf_dart.trees.tree import DraftTree
 
-PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
+PHASES = ("prefill", "noise", "draft", "grow", "verify", "walk", "commit")
 
 # Other programs and threads take no part in it, so that costs measured on a busy machine hold. Windows counts in
 # steps of 16 ms, which are longer than a round.

@@ -259,7 +259,7 @@ class NoiseStream:
     def _leads(self) -> bool:
         return _leading.get(self._device) is self
 
-    def _draw_to(self, end: int) -> None:
+    def draw_to(self, end: int) -> None:
         """Draw the blocks before `end` that are not drawn yet."""
         while self._drawn < end:
             # As float32 as the probabilities of stock, whatever torch's default is.
@@ -273,7 +273,7 @@ class NoiseStream:
 
     def exponential(self, row: int, position: int) -> Tensor:
         """E [1, V] of one row at one position."""
-        self._draw_to(position + 1)
+        self.draw_to(position + 1)
         return self._blocks[position][row : row + 1]
 
     def exponentials(self, starts: list[int], depth: int) -> Tensor:
@@ -281,12 +281,15 @@ class NoiseStream:
 
         A row that has ended lies before what is kept; it gets the oldest blocks, which it does not use.
         """
-        self._draw_to(max(starts) + depth)
+        self.draw_to(max(starts) + depth)
         return _window(self._blocks, starts, depth)
 
-    def gumbel(self, starts: list[int], depth: int) -> Tensor:
-        """-log E [B, depth, V], as `exponentials`: standard Gumbel noise."""
-        self._draw_to(max(starts) + depth)
+    def gumbel(self, starts: list[int], depth: int, vocabulary: Tensor | None = None) -> Tensor:
+        """-log E [B, depth, V], as `exponentials`, or [B, depth, M] of a `vocabulary` [M]: standard Gumbel noise."""
+        self.draw_to(max(starts) + depth)
+        if vocabulary is not None:
+            ids = vocabulary.to(self._device)
+            return -_window({position: block[:, ids] for position, block in self._blocks.items()}, starts, depth).log()
         for position, block in self._blocks.items():
             if position not in self._gumbels:
                 self._gumbels[position] = -block.log()
@@ -305,12 +308,12 @@ class NoiseStream:
         Of a forecast, the tokens have moved it. Should it be broken off, it is to be called again, or `end`.
         """
         if self._leads:
-            self._draw_to(steps)
+            self.draw_to(steps)
             if steps:  # else it was not moved, unless by others
                 set_generator_state(self._device, self._states[steps])
             self.end()
         elif self.given is not None and not self._forecast:
-            self._draw_to(steps)
+            self.draw_to(steps)
             self.given.set_state(self._states[steps])
 
     def end(self) -> None:

@@ -89,7 +89,7 @@ def test_figures_hang_together(report: dict[str, Any]) -> None:
             # Every token but each row's first, which the prefill gives, was committed by a round.
             assert one["tau"] == pytest.approx(1 + sum(one["accepted_per_depth"]) / one["row_rounds"])
             assert 0 <= one["acceptance_rate"] < 1
-            assert set(one["round_ms"]) == {"draft", "grow", "verify", "walk", "commit", "rest"}
+            assert set(one["round_ms"]) == {"noise", "draft", "grow", "verify", "walk", "commit", "rest"}
             whole = sum(one["round_ms"].values()) * one["rounds"] / 1000 + one["prefill_seconds"]
             assert whole == pytest.approx(sum(one["seconds"]))
             forward = one["round_ms"]["draft"] + one["round_ms"]["verify"]

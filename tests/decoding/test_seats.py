@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from hf_dart.decoding.api import close_call, generate, open_request, requested
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.seats import Seats
 from hf_dart.decoding.session import Session
+from hf_dart.decoding.stats import DraftStats
 from hf_dart.models.stock_steps import CACHE
 
 Request = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -109,6 +112,34 @@ def test_texts_of_other_rotary_frequencies_share_no_forward() -> None:
     while seats.taken:
         seats.round()
     assert torch.equal(close_call(session), stocks(target, short, 0))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("drafter", [tiny_head, tiny_eagle_drafter])
+def test_noise_is_no_cost_of_a_draft(drafter: Any, calls: int, noted: Any) -> None:
+    """In drafted rounds all of it is drawn in a phase of its own, whatever the draft is ranked with."""
+    target, seats = tiny_target("llama"), Seats(2)
+    assistant, inputs = drafter(target, tree={"nodes": 6}), prompts([5])
+    sampled = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+    for seed in range(calls):
+        generator = torch.Generator().manual_seed(seed)
+        seats.take(opened(target, generator, assistant=assistant, **inputs, **sampled))
+    names, drawn = [""], set[str]()
+    plain = DraftStats.phase
+
+    @contextmanager
+    def phase(stats: DraftStats, name: str) -> Iterator[None]:
+        names.append(name)
+        with plain(stats, name):
+            yield
+        names.pop()
+
+    noted(torch.Tensor, "exponential_", lambda *_, **__: drawn.add(names[-1]))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(DraftStats, "phase", phase)
+        while seats.taken:
+            seats.round()
+    assert drawn == {"noise"}
 
 
 # ---- drafts that are made together --------------------------------------------------------------------------

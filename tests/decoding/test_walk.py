@@ -130,6 +130,8 @@ def test_rows_start_where_they_are_whatever_was_forgotten() -> None:
         assert len(stream._blocks) <= 3 + 9
         starts = [position + 2, position, position + 5]
         window, gumbel = stream.exponentials(starts, 4), stream.gumbel(starts, 4)
+        some = torch.tensor([7, 0, 3])
+        assert torch.equal(stream.gumbel(starts, 4, some), gumbel[:, :, some])
         for row, start in enumerate(starts):
             assert torch.equal(window[row], blocks[start : start + 4, row])
             assert torch.equal(gumbel[row], -blocks[start : start + 4, row].log())
@@ -206,7 +208,7 @@ def test_what_is_held_stays_bounded(misses: list[float], eos: Any, shared: bool,
         lead = max(running.emitted) - running.slowest()
         return lead, len(stream._blocks), len(stream._gumbels), len(stream._states)
 
-    told = noted(NoiseStream, "_draw_to", held, result=True)
+    told = noted(NoiseStream, "draw_to", held, result=True)
     target = attach(tiny_target("llama"))
     inputs = prompts([9, 3, 7, 13])
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0}

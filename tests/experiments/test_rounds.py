@@ -40,7 +40,7 @@ def test_all_methods(
     assert called["tau"] == compiled["tau"] == pytest.approx(3.5, abs=0.5)
     assert called["rounds"] == compiled["rounds"]
     assert results[ROUNDS.COMPILED, 1]["tau"] == 1
-    assert set(called["phase_ms"]) == {"draft", "grow", "verify", "walk", "commit"}
+    assert set(called["phase_ms"]) == {"noise", "draft", "grow", "verify", "walk", "commit"}
     out = capsys.readouterr()
     assert report["markdown"] in out.out
     assert "preparing forwards of 8 nodes for 2 row(s)" in out.err
