@@ -140,10 +140,9 @@ class Session:
                     observer.verified(reader.tail, None)
 
     def draw_noise(self, drafted: bool) -> None:
-        """Draw the noise of the coming token, and of those that a draft is ranked with: stock draws it, too.
+        """Draw the noise of the coming token, and of those that a draft is ranked with.
 
-        It is timed apart. Drawn in a draft, it would pass for what the draft costs: 9 ms a token in a vocabulary of
-        262,144, three quarters of what one layer takes.
+        Stock draws as much for each token. Drawn while a tree grows, it would be measured as a cost of the draft.
         """
         if self.noise is not None and not self.rows.in_step:
             ahead = self.grower.depth if drafted and self.request.tree_config.shared_noise else 1

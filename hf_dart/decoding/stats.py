@@ -85,8 +85,9 @@ class DraftStats:
         drafted: tree nodes that were verified, roots excluded.
         accepted_per_depth: how often the node at depth 1, 2, ... was accepted.
         committed: tokens that each row committed, round by round; all but the last of a round were drafted.
-        seconds: wall time per phase. On an accelerator a phase ends when its work is launched, and waiting
-            falls to the first phase that reads a result.
+        seconds: wall time per phase; "noise" is the drawing of the random numbers that tokens are sampled with. On an
+            accelerator a phase ends when its work is launched, and waiting falls to the first phase that reads a
+            result.
         processor_seconds: processor time of the calling thread per phase, by which `decoding.pace` measures costs.
         trace: every round with its tree, where `generate(..., trace=True)` asked for it.
     """

@@ -41,7 +41,8 @@ class LMHeadRows:
         if not has_rows(lm_head):
             return where_it_runs(lm_head, hidden)[..., vocabulary]
         known = self._rows
-        traced = known is not None and torch.compiler.is_compiling()  # as in `BigramSelector.lookup`
+        # When traced, the rows are up to date: `engine` makes them before, and again when weights change.
+        traced = known is not None and torch.compiler.is_compiling()
         if not traced and (known is None or known[0] != state_of(weight) or known[1] is not vocabulary):
             with torch.inference_mode(False):  # tensors made in inference mode could not be trained through later
                 rows = vocabulary.to(weight.device)

@@ -230,7 +230,7 @@ class BigramSelector(nn.Module):
         self.candidate = _projection(config.embedding_size, rank)
         self.log_scale = nn.Embedding(config.draft_length, 1)
         self.log_weight = nn.Embedding(config.draft_length, 1)
-        self._tables: tuple[Any, Tensor, Tensor] | None = None
+        self._known: tuple[Any, Tensor, Tensor, Tensor] | None = None
 
     def forward(
         self,
@@ -248,11 +248,9 @@ class BigramSelector(nn.Module):
     ) -> Tensor:
         """Score pairs of candidates given as token ids of the whole vocabulary; shapes as in `forward`.
 
-        The projections of all tokens are made on first use, and again when the weights have changed.
+        A token is projected when it is met for the first time, and again when the weights have changed.
         """
-        # When traced, the tables are up to date: `engine` makes them before, and again when weights change.
-        known = self._tables if torch.compiler.is_compiling() else None
-        phi, psi = self._vocabulary_tables(embeddings) if known is None else known[1:]
+        phi, psi = self._tables(embeddings, torch.cat([previous.flatten(), candidates.flatten()]))
         return self._delta(hidden, logits, phi[previous], psi[candidates])
 
     def _delta(self, hidden: Tensor, logits: Tensor, phi: Tensor, psi: Tensor) -> Tensor:
@@ -262,19 +260,23 @@ class BigramSelector(nn.Module):
         context = context[..., None, :]  # [..., d, 1, r], or [d, 1, 1]
         return (context * phi) @ psi.transpose(-1, -2) + ((weight - 1) * logits)[..., None, :]
 
+    @torch.inference_mode(False)  # tables that were made in that mode could not be written to outside of it
     @torch.no_grad()
-    def _vocabulary_tables(self, embeddings: nn.Embedding) -> tuple[Tensor, Tensor]:
-        weights = [self.previous[0].weight, self.previous[2].weight, self.candidate[0].weight, self.candidate[2].weight]
+    def _tables(self, embeddings: nn.Embedding, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return phi and psi of the whole vocabulary, [V, r] each, in which the rows of `tokens` are filled in."""
+        weights = [*self.previous.parameters(), *self.candidate.parameters()]
         key = [state_of(weight) for weight in (*weights, *embeddings.parameters())]
-        if self._tables is None or self._tables[0] != key:
-            device, dtype = weights[0].device, weights[0].dtype
-            parts = []
-            ids = torch.arange(table_of(embeddings).num_embeddings, device=device_of(embeddings))
-            for chunk in ids.split(8192):
-                vectors = embeddings(chunk).to(device=device, dtype=dtype)
-                parts.append((self.previous(vectors), self.candidate(vectors)))
-            self._tables = (key, torch.cat([phi for phi, _ in parts]), torch.cat([psi for _, psi in parts]))
-        return self._tables[1], self._tables[2]
+        if self._known is None or self._known[0] != key:
+            size, rank = table_of(embeddings).num_embeddings, len(weights[1])
+            phi, psi = weights[0].new_empty(2, size, rank)
+            self._known = key, torch.zeros(size, dtype=torch.bool, device=phi.device), phi, psi
+        _, known, phi, psi = self._known
+        new = tokens[~known[tokens]]
+        if len(new):
+            vectors = embeddings(new.to(device_of(embeddings))).to(phi)
+            phi[new], psi[new] = self.previous(vectors), self.candidate(vectors)
+            known[new] = True
+        return phi, psi
 
 
 def _projection(width: int, rank: int) -> nn.Sequential:
