@@ -145,8 +145,8 @@ class Session:
         Stock draws as much for each token. Drawn while a tree grows, it would be measured as a cost of the draft.
         """
         if self.noise is not None and not self.rows.in_step:
-            ahead = self.grower.depth if drafted and self.request.tree_config.shared_noise else 1
-            self.noise.draw_to(max(self.rows.emitted) + ahead)
+            ahead = self.grower.depth if drafted and self.request.tree_config.shared_noise else 0
+            self.noise.draw_to(max(self.rows.emitted) + max(ahead, 1))
 
     def noise_ahead(self, start: int, depth: int, vocabulary: Tensor | None = None) -> Tensor | None:
         """Gumbel noise [B, depth, V] of tokens from `start` places after the text on; None if trees may not see it.
