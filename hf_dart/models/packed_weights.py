@@ -1,14 +1,16 @@
 """Linear layers with packed weights on a CPU, where a token tree then costs little more than one token.
 
-MKL's float32 product of 2 to 32 rows takes up to four times as long as that of one, although both read every weight
+MKL's float32 product of 4 to 32 rows takes up to four times as long as that of one, although both read every weight
 once. oneDNN's does not if the weights lie in blocks, as its own order has them. That is a second copy of the weights,
-which trees alone are run with: stock's prefill and its single steps read the plain ones.
+which trees alone are run with: stock's prefill and its single steps read the plain ones. Of fewer rows, MKL's product
+is the faster one on some processors, which is measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +28,8 @@ logger = logging.get_logger(__name__)
 
 _LEAST = 128 * 2**20  # bytes that are worth it: fewer may stay in a processor's cache, where plain ones are as fast
 _ROWS = 16  # rows that oneDNN lays the blocks out for
+_ALWAYS = 4  # rows from which on packed weights are the faster ones
+_TIMED, _REPEATS = 8, 2  # weights of a shape that are timed, and how often
 
 _known: WeakKeyDictionary[PreTrainedModel, PackedWeights] = WeakKeyDictionary()
 
@@ -39,7 +43,8 @@ class PackedWeights(TorchFunctionMode):
     def __init__(self, state: list[tuple[int, ...]]) -> None:  # of the weights, by their contents
         super().__init__()
         self.state = state
-        self._packed: dict[int, tuple[Tensor, tuple[int, ...], Tensor]] = {}
+        # By the weight's id: the weight, its state, the copy, and the fewest rows for which that is read.
+        self._packed: dict[int, tuple[Tensor, tuple[int, ...], Tensor, int]] = {}
 
     @property
     def ready(self) -> bool:
@@ -47,11 +52,15 @@ class PackedWeights(TorchFunctionMode):
         return bool(self._packed)
 
     def pack(self, weights: list[Tensor]) -> None:
-        """Make the copies."""
-        reorder = torch.ops.mkldnn._reorder_linear_weight
-        made = (reorder(weight.detach(), _ROWS) for weight in weights)
+        """Make the copies, and measure from how many rows on they are worth it."""
+        copies = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS) for weight in weights]
+        fewest: dict[torch.Size, int] = {}
+        for shape in {weight.shape for weight in weights}:
+            alike = [number for number, weight in enumerate(weights) if weight.shape == shape][:_TIMED]
+            fewest[shape] = fewest_rows([weights[number] for number in alike], [copies[number] for number in alike])
         self._packed = {
-            id(weight): (weight, state[:2], copy) for weight, state, copy in zip(weights, self.state, made, strict=True)
+            id(weight): (weight, state[:2], copy, fewest[weight.shape])
+            for weight, state, copy in zip(weights, self.state, copies, strict=True)
         }
 
     def __torch_function__(
@@ -59,11 +68,41 @@ class PackedWeights(TorchFunctionMode):
     ) -> Any:
         """Take a product with a packed weight; all else is PyTorch's."""
         if func is F.linear and len(args) > 1 and not torch.compiler.is_compiling():
-            weight, state, copy = self._packed.get(id(args[1]), (None, None, None))
-            if weight is not None and state == (weight.data_ptr(), weight._version) and args[0].dtype == weight.dtype:
-                bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
-                return torch.ops.mkldnn._linear_pointwise(args[0], copy, bias, "none", [], "")
+            entries, known = args[0], self._packed.get(id(args[1]))
+            if known is not None and entries.numel() >= known[3] * entries.shape[-1]:
+                weight, state, copy, _ = known
+                if state == (weight.data_ptr(), weight._version) and entries.dtype == weight.dtype:
+                    return packed_linear(entries, copy, args[2] if len(args) > 2 else (kwargs or {}).get("bias"))
         return func(*args, **(kwargs or {}))
+
+
+def packed_linear(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear` of a packed weight."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(entries, copy, bias, "none", [], "")
+    return product
+
+
+@torch.no_grad()
+def fewest_rows(weights: list[Tensor], copies: list[Tensor]) -> int:
+    """Measure from how many rows on, 4 at most, products with packed copies of weights of one shape are faster."""
+    for rows in range(1, _ALWAYS):
+        entries = torch.zeros(rows, weights[0].shape[1])
+        repeats = range(_REPEATS)
+        plain, packed = zip(
+            *((seconds(F.linear, entries, weights), seconds(packed_linear, entries, copies)) for _ in repeats),
+            strict=True,
+        )
+        if min(packed) <= min(plain):
+            return rows
+    return _ALWAYS
+
+
+def seconds(product: Callable[[Tensor, Tensor], Tensor], entries: Tensor, weights: list[Tensor]) -> float:
+    """Time of the products of some entries with each of the weights."""
+    start = perf_counter()
+    for weight in weights:
+        product(entries, weight)
+    return perf_counter() - start
 
 
 def pack(target: PreTrainedModel) -> None:

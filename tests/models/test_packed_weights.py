@@ -50,7 +50,7 @@ def spoil(target: Any) -> None:
     made = packing._known[target]
     reorder = torch.ops.mkldnn._reorder_linear_weight
     made._packed = {
-        key: (weight, state, reorder(weight.detach() + 1, 16)) for key, (weight, state, _) in made._packed.items()
+        key: (weight, state, reorder(weight.detach() + 1, 16), 1) for key, (weight, state, *_) in made._packed.items()
     }
 
 
@@ -77,6 +77,23 @@ def test_trees_read_copies_and_stock_does_not(target: Any) -> None:
     for size, trees in ((1, "a token tree"), (3, "trees of padded rows")):
         with pytest.raises(ValueError, match=f"computes something else for {trees}"):
             target.generate(**batch(size, "sdpa"), **options, assistant=head)
+
+
+@pytest.mark.parametrize("fewest", [1, 3, 4, None])
+def test_few_rows_read_what_is_faster(target: Any, fewest: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows or more read the copies in any case."""
+
+    def measured(product: Any, entries: Tensor, weights: list[Tensor]) -> float:
+        return 1.0 if product is torch.nn.functional.linear else 2.0 - (len(entries) >= (fewest or 9))
+
+    monkeypatch.setattr(packing, "seconds", measured)
+    read, plain = [], packing.packed_linear
+    monkeypatch.setattr(packing, "packed_linear", lambda *given: read.append(len(given[0])) or plain(*given))
+    pack(target)
+    with torch.no_grad(), packed_weights(target):
+        for rows in range(1, 6):
+            target.lm_head(torch.randn(rows, target.config.hidden_size))
+    assert read == [*range(fewest or 4, 6)]
 
 
 CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
