@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from math import inf
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -87,12 +88,11 @@ def fewest_rows(weights: list[Tensor], copies: list[Tensor]) -> int:
     """Measure from how many rows on, 4 at most, products with packed copies of weights of one shape are faster."""
     for rows in range(1, _ALWAYS):
         entries = torch.zeros(rows, weights[0].shape[1])
-        repeats = range(_REPEATS)
-        plain, packed = zip(
-            *((seconds(F.linear, entries, weights), seconds(packed_linear, entries, copies)) for _ in repeats),
-            strict=True,
-        )
-        if min(packed) <= min(plain):
+        plain = packed = inf
+        for _ in range(_REPEATS):
+            plain = min(plain, seconds(F.linear, entries, weights))
+            packed = min(packed, seconds(packed_linear, entries, copies))
+        if packed <= plain:
             return rows
     return _ALWAYS
 
