@@ -88,11 +88,11 @@ def test_few_rows_read_what_is_faster(target: Any, fewest: int | None, monkeypat
 
     monkeypatch.setattr(packing, "seconds", measured)
     read, plain = [], packing.packed_linear
-    monkeypatch.setattr(packing, "packed_linear", lambda *given: read.append(len(given[0])) or plain(*given))
+    monkeypatch.setattr(packing, "packed_linear", lambda *given: read.append(given[0].shape[1]) or plain(*given))
     pack(target)
     with torch.no_grad(), packed_weights(target):
         for rows in range(1, 6):
-            target.lm_head(torch.randn(rows, target.config.hidden_size))
+            target.lm_head(torch.randn(1, rows, target.config.hidden_size))
     assert read == [*range(fewest or 4, 6)]
 
 
