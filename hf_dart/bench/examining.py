@@ -24,7 +24,7 @@ from hf_dart.hub.publish import BENCH
 from hf_dart.hub.tables import OURS, STOCK, Verdict, markdown
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.features import vocabulary_size
-from hf_dart.models.packed_weights import free_memory, packable
+from hf_dart.models.packed_weights import free_memory, packable, weights_of
 from hf_dart.models.tokenizers import template_hash
 
 Check = dict[str, Any]
@@ -109,7 +109,7 @@ def _model(model: Any) -> Iterator[Check]:
     on_cpu = model.device.type == "cpu"
     idle = on_cpu and torch.accelerator.is_available()
     yield _check("device", not idle, f"{hardware(model.device)} ({model.device.type})", "device_map='auto'")
-    size, free = sum(weight.nbytes for weight in packable(model)), free_memory() or 0
+    size, free = sum(weight.nbytes for weight in weights_of(packable(model))), free_memory() or 0
     found = f"{model.get_memory_footprint() / 2**30:.1f} GiB of weights, {size / 2**30:.1f} more if packed for trees"
     remedy = "free memory, or take a smaller dtype: trees are verified with plain weights, which is slower"
     yield _check("memory", size <= free // 2 or not free, f"{found}; {free / 2**30:.1f} free", remedy)

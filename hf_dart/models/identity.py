@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.models.attention import attention_of, registered
 from hf_dart.models.devices import autocast_dtype, device_of
-from hf_dart.models.running_states.tree_forward import forward_before
+from hf_dart.models.forwards import forward_before
 from hf_dart.models.support import parts_of
 
 

@@ -8,21 +8,21 @@ is the faster one on some processors, which is measured.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_dart.models.devices import contents_of
+from hf_dart.models.forwards import StandIn
 from hf_dart.models.support import parts_of
 
 logger = logging.get_logger(__name__)
@@ -35,51 +35,54 @@ _TIMED, _REPEATS = 8, 2  # weights of a shape that are timed, and how often
 _known: WeakKeyDictionary[PreTrainedModel, PackedWeights] = WeakKeyDictionary()
 
 
-class PackedWeights(TorchFunctionMode):
-    """Context in which this thread's products with some weights [out, in] read packed copies of them.
+class PackedLinear(StandIn):
+    """Forward of an `nn.Linear` that reads a packed copy of its weight [out, in], in threads that verify a tree.
 
-    A weight that was written to or moved since it was packed is read as it is.
+    A weight that was replaced, written to or moved since it was packed is read as it is. So are fewer rows than
+    `fewest`, and the weight of a module whose instance has a forward of its own, such as a hook of Accelerate's.
     """
 
-    def __init__(self, state: list[tuple[int, ...]]) -> None:  # of the weights, by their contents
-        super().__init__()
-        self.state = state
-        # By the weight's id: the weight, its state, the copy, and the fewest rows for which that is read.
-        self._packed: dict[int, tuple[Tensor, tuple[int, ...], Tensor, int]] = {}
+    module: nn.Linear
 
-    @property
-    def ready(self) -> bool:
-        """True once there are copies."""
-        return bool(self._packed)
+    def __init__(self, module: nn.Linear, copy: Tensor, fewest: int) -> None:
+        super().__init__(module)
+        self.weight, self.copy, self.fewest = module.weight, copy, fewest
+        self.state = module.weight.data_ptr(), module.weight._version
 
-    def pack(self, weights: list[Tensor]) -> None:
-        """Make the copies, and measure from how many rows on they are worth it."""
-        copies = [torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS) for weight in weights]
-        fewest: dict[torch.Size, int] = {}
-        for shape in {weight.shape for weight in weights}:
-            alike = [number for number, weight in enumerate(weights) if weight.shape == shape][:_TIMED]
-            fewest[shape] = fewest_rows([weights[number] for number in alike], [copies[number] for number in alike])
-        self._packed = {
-            id(weight): (weight, state[:2], copy, fewest[weight.shape])
-            for weight, state, copy in zip(weights, self.state, copies, strict=True)
+    def __call__(self, input: Tensor) -> Tensor:
+        """Compute what `nn.Linear.forward` does."""
+        if torch.compiler.is_compiling() or threading.get_ident() not in self.users or self.before is not None:
+            return self._forward(input)
+        rows, weight = input.numel() // input.shape[-1], self.weight
+        replaced = self.module._parameters.get("weight") is not weight
+        changed = replaced or (weight.data_ptr(), weight._version) != self.state
+        if rows < self.fewest or changed or input.dtype != weight.dtype:
+            return self._forward(input)
+        return packed_linear(input, self.copy, self.module.bias)
+
+
+@dataclass
+class PackedWeights:
+    """What is known of a target's weights: their state, and the forwards that read copies, once there are any."""
+
+    state: list[tuple[int, ...]]  # by their contents
+    linear: list[PackedLinear] = field(default_factory=list)
+
+    def pack(self, layers: list[nn.Linear]) -> None:
+        """Make the copies, one for each weight, and measure from how many rows on they are worth it."""
+        copies = {
+            weight: torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS) for weight in weights_of(layers)
         }
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Take a product with a packed weight; all else is PyTorch's."""
-        if func is F.linear and len(args) > 1 and not torch.compiler.is_compiling():
-            entries, known = args[0], self._packed.get(id(args[1]))
-            if known is not None and entries.numel() >= known[3] * entries.shape[-1]:
-                weight, state, copy, _ = known
-                if state == (weight.data_ptr(), weight._version) and entries.dtype == weight.dtype:
-                    return packed_linear(entries, copy, args[2] if len(args) > 2 else (kwargs or {}).get("bias"))
-        return func(*args, **(kwargs or {}))
+        fewest: dict[torch.Size, int] = {}
+        for shape in {weight.shape for weight in copies}:
+            alike = {weight: copy for weight, copy in copies.items() if weight.shape == shape}
+            fewest[shape] = fewest_rows([*alike][:_TIMED], [*alike.values()][:_TIMED])
+        self.linear = [PackedLinear(layer, copies[layer.weight], fewest[layer.weight.shape]) for layer in layers]
 
 
 def packed_linear(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of a packed weight."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(entries, copy, bias, "none", [], "")
+    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(entries, copy, bias, "none", [], "")
     return product
 
 
@@ -110,7 +113,8 @@ def pack(target: PreTrainedModel) -> None:
 
     A target that is trained between its calls would have them packed for each one.
     """
-    weights = packable(target)
+    layers = packable(target)
+    weights = weights_of(layers)
     size = sum(weight.nbytes for weight in weights)
     if size < _LEAST:
         release(target)
@@ -119,7 +123,7 @@ def pack(target: PreTrainedModel) -> None:
     state = [] if known is None else contents_of(weights)
     if known is not None and known.state != state:
         _known[target] = PackedWeights(state)
-    elif known is None or not known.ready:
+    elif known is None or not known.linear:
         free = free_memory()
         if free is not None and size > free // 2:
             logger.warning_once(
@@ -128,7 +132,7 @@ def pack(target: PreTrainedModel) -> None:
             )
             return
         known = PackedWeights(state or contents_of(weights))
-        known.pack(weights)
+        known.pack(layers)
         _known[target] = known
 
 
@@ -140,25 +144,36 @@ def release(target: PreTrainedModel) -> None:
 def release_changed(target: PreTrainedModel) -> None:
     """Free the packed weights of a target whose weights have changed since."""
     known = _known.get(target)
-    if known is not None and known.state != contents_of(packable(target)):
+    if known is not None and known.state != contents_of(weights_of(packable(target))):
         release(target)
 
 
-def packed_weights(target: PreTrainedModel) -> AbstractContextManager[Any]:
-    """Return the context in which a forward of this target reads packed weights, if there are any."""
+def packed_weights(target: PreTrainedModel) -> Sequence[PackedLinear]:
+    """Return the forwards, for `standing_in`, by which this target reads packed weights; none if there are none."""
     known = _known.get(target)
-    return nullcontext() if known is None or torch.is_autocast_enabled("cpu") else known
+    return () if known is None or torch.is_autocast_enabled("cpu") else known.linear
 
 
-def packable(target: PreTrainedModel) -> list[Tensor]:
-    """Return the weights that can be packed, for which modules are looked through where there may be any."""
+def packable(target: PreTrainedModel) -> list[nn.Linear]:
+    """Return the layers whose weights can be packed, for which modules are looked through where there may be any."""
     possible = target.dtype == torch.float32 and target.device.type == "cpu"
     if not possible or not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return []
-    linear = (part.weight for part in parts_of(target) if isinstance(part, nn.Linear))
-    plain = (one for one in linear if type(one) is nn.Parameter and one.dtype == torch.float32 and one.is_cpu)
+    parts = dict.fromkeys(parts_of(target))
+    linear = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     # LoRA's are not worth it.
-    return list({id(one): one for one in plain if not one.is_inference() and min(one.shape) > _ROWS}.values())
+    return [layer for layer in linear if is_plain(layer.weight) and min(layer.weight.shape) > _ROWS]
+
+
+def is_plain(weight: Tensor) -> bool:
+    """Tell whether a weight is a parameter in float32 on the CPU whose changes are counted."""
+    kept = type(weight) is nn.Parameter and not weight.is_inference()
+    return kept and weight.dtype == torch.float32 and weight.is_cpu
+
+
+def weights_of(layers: list[nn.Linear]) -> list[Tensor]:
+    """Return the weights of some layers, each once."""
+    return list(dict.fromkeys(layer.weight for layer in layers))
 
 
 def free_memory() -> int | None:

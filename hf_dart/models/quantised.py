@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.models.devices import device_of
+from hf_dart.models.forwards import forward_before
 from hf_dart.models.processes import highest
-from hf_dart.models.running_states.tree_forward import forward_before
 from hf_dart.models.support import parts_of
 from hf_dart.models.tolerance import allowance, difference
 

@@ -124,7 +124,7 @@ def check_verification(
     """
     refuse_target(model)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _UNPADDED
-    case, weights = (*identity(model), pads), type(packed_weights(model))
+    case, weights = (*identity(model), pads), bool(packed_weights(model))
     passed = _passed.setdefault(model, {})
     table = position_limit(model) + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes

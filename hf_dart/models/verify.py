@@ -21,10 +21,10 @@ from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention, added_mask
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import table_of
+from hf_dart.models.forwards import standing_in
 from hf_dart.models.packed_weights import packed_weights
 from hf_dart.models.positions import position_limit
 from hf_dart.models.running_states.mixers import mixers_of
-from hf_dart.models.running_states.tree_forward import tree_forwards
 from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.trees.config import MAX_NODES
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
@@ -145,7 +145,7 @@ class Verifier:
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
-        with self._weights, self.takes_trees() if masked else self._takes_states():
+        with standing_in(self._weights), self.takes_trees() if masked else self._takes_states():
             return self.forward(tree, roots, masked)
 
     @contextmanager
@@ -155,7 +155,7 @@ class Verifier:
             yield
 
     def _takes_states(self) -> AbstractContextManager[None]:
-        return tree_forwards(self.mixers) if self.mixers else nullcontext()
+        return standing_in(self.mixers) if self.mixers else nullcontext()
 
     def forward(self, tree: DraftTree, roots: Tensor, masked: bool = True) -> tuple[Tensor, Tensor]:
         """Compute what `run` returns, within `takes_trees`; nothing is read on the host if the cache is fixed."""

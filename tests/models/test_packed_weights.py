@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_dart import attach, detach
 from hf_dart.models import packed_weights as packing
+from hf_dart.models.forwards import standing_in
 from hf_dart.models.packed_weights import pack, packed_weights
 from hf_dart.models.trial import forget
 
@@ -40,18 +41,15 @@ def product(target: Any) -> tuple[Tensor, Tensor]:
     """A product with the LM head: as trees read it, and as it is."""
     hidden = torch.randn(3, 5, target.config.hidden_size, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        with packed_weights(target):
+        with standing_in(packed_weights(target)):
             packed = target.lm_head(hidden)
         return packed, target.lm_head(hidden)
 
 
 def spoil(target: Any) -> None:
     """Every copy becomes one of other numbers, which shows where copies are read."""
-    made = packing._known[target]
-    reorder = torch.ops.mkldnn._reorder_linear_weight
-    made._packed = {
-        key: (weight, state, reorder(weight.detach() + 1, 16), 1) for key, (weight, state, *_) in made._packed.items()
-    }
+    for layer in packing._known[target].linear:
+        layer.copy, layer.fewest = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach() + 1, 16), 1
 
 
 @pytest.mark.parametrize("mode", ["greedy", "T=1"])
@@ -62,7 +60,7 @@ def test_drafted_text_is_stocks(family: str, mode: str) -> None:
     """With tied weights, experts, biases and running states."""
     target = tiny_target(family, dtype=torch.float32)
     compare(target, tiny_head(target), batch(3, "sdpa"), **MODES[mode])
-    assert packing._known[target].ready
+    assert packing._known[target].linear
 
 
 def test_trees_read_copies_and_stock_does_not(target: Any) -> None:
@@ -90,7 +88,7 @@ def test_few_rows_read_what_is_faster(target: Any, fewest: int | None, monkeypat
     read, plain = [], packing.packed_linear
     monkeypatch.setattr(packing, "packed_linear", lambda *given: read.append(given[0].shape[1]) or plain(*given))
     pack(target)
-    with torch.no_grad(), packed_weights(target):
+    with torch.no_grad(), standing_in(packed_weights(target)):
         for rows in range(1, 6):
             target.lm_head(torch.randn(1, rows, target.config.hidden_size))
     assert read == [*range(fewest or 4, 6)]
@@ -103,6 +101,43 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
+def test_two_calls_share_what_stands_in(target: Any) -> None:
+    """The module has its class's forward again once both have ended, whichever ends first."""
+    pack(target)
+    spoil(target)
+    hidden = torch.ones(4, target.config.hidden_size)
+    plain = target.lm_head(hidden)
+    first, second = (standing_in(packed_weights(target)) for _ in range(2))
+    with torch.no_grad():
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not torch.equal(target.lm_head(hidden), plain)
+        second.__exit__(None, None, None)
+    assert "forward" not in vars(target.lm_head)
+    assert torch.equal(target.lm_head(hidden), plain)
+
+
+def test_a_forward_of_the_users_own_stays(target: Any) -> None:
+    """Accelerate puts its hooks into instances, also into layers that are packed by then."""
+    pack(target)
+    own = target.lm_head.forward
+    target.lm_head.forward = lambda hidden: own(hidden) * 2
+    seen, plain = product(target)
+    assert torch.equal(seen, plain)
+    del target.lm_head.forward
+    seen, single = product(target)
+    assert torch.equal(plain, single * 2)
+    torch.testing.assert_close(seen, single)
+
+
+@torch.no_grad()
+def test_a_replaced_weight_is_read(target: Any) -> None:
+    pack(target)
+    target.lm_head.weight = nn.Parameter(target.lm_head.weight * 2)
+    assert torch.equal(*product(target))
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_weight_is_read_as_it_is(target: Any, change: str) -> None:
@@ -112,7 +147,7 @@ def test_a_changed_weight_is_read_as_it_is(target: Any, change: str) -> None:
     spoil(target)
     assert torch.equal(*product(target))
     pack(target)
-    assert not packing._known[target].ready
+    assert not packing._known[target].linear
     pack(target)
     torch.testing.assert_close(*product(target))
     spoil(target)
@@ -137,12 +172,12 @@ def test_changes_that_no_version_counts(target: Any, change: str) -> None:
     """Each call looks at the contents: TRL trains with a fused AdamW between rollouts, PEFT merges into `.data`."""
     head, weight = tiny_head(target), target.lm_head.weight
     compare(target, head, batch(3, "sdpa"), **MODES["greedy"])
-    assert packing._known[target].ready
+    assert packing._known[target].linear
     version = weight._version
     UNCOUNTED[change](weight)
     assert weight._version == version
     pack(target)
-    assert not packing._known[target].ready
+    assert not packing._known[target].linear
     assert torch.equal(*product(target))
     compare(target, head, batch(3, "sdpa"), **MODES["greedy"])
 
@@ -157,15 +192,15 @@ def test_a_changed_target_is_attached_once_more(target: Any, change: str) -> Non
     attach(target)
     assert target not in packing._known
     compare(target, head, batch(3, "sdpa"), **MODES["greedy"])
-    assert packing._known[target].ready
+    assert packing._known[target].linear
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_lora_lies_over_packed_weights(target: Any) -> None:
     wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
     compare(wrapped, tiny_head(target), batch(3, "sdpa"), **MODES["greedy"])
-    names = {id(weight): name for name, weight in target.named_parameters()}
-    assert not any("lora" in names[key] for key in packing._known[target]._packed)
+    names = {layer: name for name, layer in target.named_modules()}
+    assert not any("lora" in names[layer.module] for layer in packing._known[target].linear)
 
 
 def test_another_thread_reads_plain_weights(target: Any) -> None:
@@ -173,7 +208,7 @@ def test_another_thread_reads_plain_weights(target: Any) -> None:
     spoil(target)
     found: list[Tensor] = []
     hidden = torch.ones(1, target.config.hidden_size)
-    with torch.no_grad(), packed_weights(target):
+    with torch.no_grad(), standing_in(packed_weights(target)):
         here = target.lm_head(hidden)
         thread = Thread(target=lambda: found.append(target.lm_head(hidden).detach()))
         thread.start()

@@ -494,7 +494,7 @@ def test_weights_are_read_by_requests_that_overlap_no_other(monkeypatch: pytest.
     first = batcher.submit(**options).result(timeout=60)
     assert torch.equal(first, target.generate(**options))
     assert all(torch.equal(handle.result(timeout=60), first) for handle in handles)
-    assert packed_weights._known[target].ready
+    assert packed_weights._known[target].linear
     assert len(read) == 2, "by packed weights, and by beginnings that are shared"
     batcher.schedule[batcher.rounds + 2].append(change)
     batcher.submit(**options)

@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.states import RunningStates, StatefulCache, StateSlot, states_of
-from hf_dart.models.running_states.tree_forward import Family, Mixer, Nodes, forward_before
+from hf_dart.models.forwards import forward_before
+from hf_dart.models.running_states.tree_forward import Family, Mixer, Nodes
 from hf_dart.models.tolerance import same
 from hf_dart.trees.tree import DraftTree
 

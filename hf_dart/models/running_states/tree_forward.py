@@ -1,20 +1,18 @@
 """The forward that a module with running states has for a while: the one that verifies a tree.
 
-It stands in these instances alone, and acts on a `StatefulCache` only, which nobody else has: other calls of the model,
-in other threads too, do not notice.
+It acts on a `StatefulCache` only, which nobody else has: other calls of the model, in other threads too, do not notice.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from hf_dart.cache.states import After, FixedStates, RunningStates, StatefulCache, StateSlot
+from hf_dart.models.forwards import StandIn
 from hf_dart.models.running_states.at_once import convolution, delta_rule
 from hf_dart.models.running_states.by_levels import by_levels
 
@@ -52,30 +50,11 @@ Family = Callable[[Any, Tensor, Nodes], Tensor]
 
 
 @dataclass(eq=False)
-class Mixer:
+class Mixer(StandIn):
     """A module that keeps running states, such as a linear attention; called, it is the module's forward for trees."""
 
-    module: nn.Module
     slots: tuple[StateSlot, ...]  # where the cache keeps its states
     family: Family | None = None  # takes trees at once; None where they go level by level
-    # Calls that verify trees at this moment, in all threads, while it stands in the module's instance.
-    users: int = field(default=0, init=False)
-    before: Any = field(default=None, init=False)  # what the instance had there; None if its class's
-
-    def __post_init__(self) -> None:
-        self._forward = self.module.forward
-
-    def install(self) -> None:
-        """Stand for the forward that the module has now."""
-        members = vars(self.module)
-        self.before, self._forward = members.get("forward"), self.module.forward
-        members["forward"] = self
-
-    def remove(self) -> None:
-        """Give the module the forward that it had."""
-        del vars(self.module)["forward"]
-        if self.before is not None:
-            vars(self.module)["forward"] = self.before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
@@ -90,37 +69,3 @@ class Mixer:
         outputs = self.family(self.module, args[0] if args else kwargs["hidden_states"], nodes)
         held.keep(nodes.after)
         return outputs
-
-
-def forward_before(module: nn.Module) -> Any:
-    """Return the `forward` that an instance has of its own, whatever stands in for it now; None if nothing."""
-    forward = vars(module).get("forward")
-    return forward.before if isinstance(forward, Mixer) else forward
-
-
-# An interruption may leave it locked, for this thread alone.
-_INSTALLING = threading.RLock()
-
-
-@contextmanager
-def tree_forwards(mixers: Sequence[Mixer]) -> Iterator[None]:
-    """Let the mixers take trees for a while: a forward of their model over a `StatefulCache` gives what nodes need.
-
-    Which tree is said by `RunningStates.begin`.
-    """
-    entered: list[Mixer] = []
-    try:
-        for mixer in mixers:
-            with _INSTALLING:
-                if not isinstance(vars(mixer.module).get("forward"), Mixer):
-                    mixer.install()
-                standing = vars(mixer.module)["forward"]  # another call's, perhaps
-                standing.users += 1
-                entered.append(standing)
-        yield
-    finally:
-        for mixer in entered:
-            with _INSTALLING:
-                mixer.users -= 1
-                if mixer.users == 0:
-                    mixer.remove()

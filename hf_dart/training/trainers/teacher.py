@@ -20,6 +20,7 @@ from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import device_of, has_rows
 from hf_dart.models.features import lm_head_of, vocabulary_size
+from hf_dart.models.forwards import standing_in
 from hf_dart.models.packed_weights import pack, packed_weights
 from hf_dart.models.tolerance import same
 from hf_dart.models.verify import features_request, gather_features, merged_embeddings
@@ -67,7 +68,7 @@ class Teacher:
             part = slice(begin, begin + size)
             own = places[(begin * length <= places) & (places < (begin + size) * length)]
             inputs = {"position_ids": document_positions(documents[part])} if packed else {}
-            with for_trees(self.target) if packed else nullcontext(), packed_weights(self.target):
+            with for_trees(self.target) if packed else nullcontext(), standing_in(packed_weights(self.target)):
                 output, logits = self._forward(ids[part], own - begin * length, everything, inputs)
             features.append(self._features_of(output, ids[part]))
             goals.append(self._goals(own, logits, everything))

@@ -1,0 +1,75 @@
+"""Forwards that stand in the instances of some modules for a while, as calls need them.
+
+Calls of the model in other threads, and by stock, go on to the forward that the module had.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+# An interruption may leave it locked, for this thread alone.
+_INSTALLING = threading.RLock()
+
+
+@dataclass(eq=False)
+class StandIn:
+    """A callable that stands for the forward of a module, which is called as `self._forward`."""
+
+    module: nn.Module
+    # Threads that need it at this moment, once for each call, while it stands in the module's instance.
+    users: list[int] = field(default_factory=list, init=False)
+    before: Any = field(default=None, init=False)  # what the instance had there; None if its class's
+
+    def __post_init__(self) -> None:
+        self._forward = self.module.forward
+
+    def install(self) -> None:
+        """Stand for the forward that the module has now."""
+        members = vars(self.module)
+        self.before, self._forward = members.get("forward"), self.module.forward
+        members["forward"] = self
+
+    def remove(self) -> None:
+        """Give the module the forward that it had."""
+        del vars(self.module)["forward"]
+        if self.before is not None:
+            vars(self.module)["forward"] = self.before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module's forward returns."""
+        raise NotImplementedError
+
+
+def forward_before(module: nn.Module) -> Any:
+    """Return the `forward` that an instance has of its own, whatever stands in for it now; None if nothing."""
+    forward = vars(module).get("forward")
+    return forward.before if isinstance(forward, StandIn) else forward
+
+
+@contextmanager
+def standing_in(forwards: Sequence[StandIn]) -> Iterator[None]:
+    """Let forwards stand in for those of their modules, or what stands there already for another call."""
+    entered: list[StandIn] = []
+    thread = threading.get_ident()
+    try:
+        with _INSTALLING:
+            for forward in forwards:
+                standing = vars(forward.module).get("forward")
+                if not isinstance(standing, StandIn):
+                    forward.install()
+                    standing = forward
+                standing.users.append(thread)
+                entered.append(standing)
+        yield
+    finally:
+        with _INSTALLING:
+            for standing in entered:
+                standing.users.remove(thread)
+                if not standing.users:
+                    standing.remove()
