@@ -170,7 +170,7 @@ def admit(
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     # Nothing of the target has run until here.
     if not overlaps:
-        pack(model)
+        pack(model, assistant)
     check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))
     input_ids = input_ids.long()  # as stock's are once a token is added
     prompt = input_ids if embeddings is None else embeddings

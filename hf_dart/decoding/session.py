@@ -22,6 +22,8 @@ from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_b
 from hf_dart.drafters.base import Proposal, Verified, entries_of
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.features import states_at
+from hf_dart.models.forwards import standing_in
+from hf_dart.models.packed_weights import packed_drafts
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
 from hf_dart.trees.copies import Copies
@@ -107,7 +109,9 @@ class Session:
                 state.multimodal |= request.multimodal
                 reader, kinds, self.cache = read_prompt(asked, rows, state)
             # How the drafter is asked for a draft, and the target's forward over a tree: captured passes replace both.
-            self.propose_with: Callable[..., Proposal | None] = drafter.propose_ranked
+            self._packed = packed_drafts(request.model, drafter)
+            self.propose_with: Callable[..., Proposal | None]
+            self.propose_with = self._propose_packed if self._packed else drafter.propose_ranked
             self.hidden_states: HiddenStates | None = None  # where the call returns them
             collects = request.collects("output_hidden_states")
             if collects:
@@ -224,9 +228,13 @@ class Session:
             self._hold_ended_rows(proposal)
         return proposal
 
+    def _propose_packed(self, *given: Any) -> Proposal | None:
+        with standing_in(self._packed):
+            return self.request.drafter.propose_ranked(*given)
+
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """Return the draft after a second look at `tokens` [B, d] of the `first` one."""
-        with self.aside():
+        with self.aside(), standing_in(self._packed):
             proposal = self.request.drafter.refine(self.drafter_state.state, first, tokens)
         self._hold_ended_rows(proposal)
         return proposal.within(self.vocab_size)

@@ -9,7 +9,6 @@ import re
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.models.devices import has_rows, state_of, where_it_runs
@@ -33,23 +32,29 @@ class LMHeadRows:
     """The rows of an LM head that belong to a draft vocabulary, copied out once: gathering them takes long."""
 
     def __init__(self) -> None:
-        self._rows: tuple[Any, Tensor, Tensor, Tensor | None] | None = None
+        self._rows: tuple[Any, Tensor, nn.Linear] | None = None
 
     def __call__(self, lm_head: nn.Module, hidden: Tensor, vocabulary: Tensor) -> Tensor:
         """Hidden states [..., H], in the LM head's dtype, to logits [..., M]."""
-        weight: Any = lm_head.weight
         if not has_rows(lm_head):
             return where_it_runs(lm_head, hidden)[..., vocabulary]
-        known = self._rows
+        rows = self.layer(lm_head, vocabulary)
+        return rows(hidden.to(rows.weight.device)).to(hidden.device)
+
+    def layer(self, lm_head: nn.Linear, vocabulary: Tensor) -> nn.Linear:
+        """Return the layer [M, H] of these rows, made anew if the LM head has changed."""
+        weight, known = lm_head.weight, self._rows
         # When traced, the rows are up to date: `engine` makes them before, and again when weights change.
-        traced = known is not None and torch.compiler.is_compiling()
-        if not traced and (known is None or known[0] != state_of(weight) or known[1] is not vocabulary):
+        if known is not None and torch.compiler.is_compiling():
+            return known[2]
+        if known is None or known[0] != state_of(weight) or known[1] is not vocabulary:
             with torch.inference_mode(False):  # tensors made in inference mode could not be trained through later
                 rows = vocabulary.to(weight.device)
-                bias = None if lm_head.bias is None else lm_head.bias.detach()[rows]
-                self._rows = known = (state_of(weight), vocabulary, weight.detach()[rows], bias)
-        assert known is not None
-        return F.linear(hidden.to(weight.device), known[2], known[3]).to(hidden.device)
+                layer = nn.Linear(weight.shape[1], len(rows), bias=lm_head.bias is not None, device="meta")
+                for name, content in lm_head.named_parameters():
+                    setattr(layer, name, nn.Parameter(content.detach()[rows], requires_grad=False))
+                self._rows = known = (state_of(weight), vocabulary, layer)
+        return known[2]
 
 
 def unused_token(tokenizer: Any, vocab_size: int) -> int:

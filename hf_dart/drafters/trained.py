@@ -24,7 +24,7 @@ from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, tensor_names, weight_files
 from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.publish import push_folder
-from hf_dart.models.devices import TargetModules, device_of, host_by_default, rows_of, where_it_runs
+from hf_dart.models.devices import TargetModules, device_of, has_rows, host_by_default, rows_of, where_it_runs
 from hf_dart.models.features import lm_head_of, table_of
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
@@ -183,6 +183,13 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         if self.draft_vocabulary is None:
             return where_it_runs(lm_head, hidden)
         return self._head_rows(lm_head, hidden, self.draft_vocabulary)
+
+    @property
+    def rows_read(self) -> list[nn.Linear]:
+        """The layer of the rows of the target's LM head that `logits` reads, if that is not the LM head as a whole."""
+        if self.lm_head is not None or self.draft_vocabulary is None or not has_rows(self.shared.lm_head):
+            return []
+        return [self._head_rows.layer(self.shared.lm_head, self.draft_vocabulary)]
 
     def get_input_embeddings(self) -> None:
         """None: tokens are embedded by the target. FSDP asks."""

@@ -9,10 +9,11 @@ is the faster one on some processors, which is measured.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from time import perf_counter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,6 +23,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from hf_dart.models.devices import contents_of
+from hf_dart.models.features import lm_head_of
 from hf_dart.models.forwards import StandIn
 from hf_dart.models.support import parts_of
 
@@ -67,6 +69,7 @@ class PackedWeights:
 
     state: list[tuple[int, ...]]  # by their contents
     linear: list[PackedLinear] = field(default_factory=list)
+    drafters: WeakKeyDictionary[Any, PackedWeights] = field(default_factory=WeakKeyDictionary)  # of a target's
 
     def pack(self, layers: list[nn.Linear]) -> None:
         """Make the copies, one for each weight, and measure from how many rows on they are worth it."""
@@ -108,21 +111,29 @@ def seconds(product: Callable[[Tensor, Tensor], Tensor], entries: Tensor, weight
     return perf_counter() - start
 
 
-def pack(target: PreTrainedModel) -> None:
-    """Pack a target's weights where that pays; those that have changed, once two calls have seen them as they are.
+def pack(target: PreTrainedModel, drafter: Any = None) -> None:
+    """Pack the weights of a target where that pays, and then those of its drafter, of any size.
 
-    A target that is trained between its calls would have them packed for each one.
+    Those that have changed are packed once two calls have seen them as they are: of a model that is trained between its
+    calls they would be packed for each one.
     """
-    layers = packable(target)
+    pack_layers(_known, target, packable(target), _LEAST)
+    known = _known.get(target)
+    if known is not None and isinstance(drafter, PreTrainedModel):
+        pack_layers(known.drafters, drafter, packable(drafter, *drafter.rows_read), 1)
+
+
+def pack_layers(kept: MutableMapping[Any, PackedWeights], model: Any, layers: list[nn.Linear], least: int) -> None:
+    """Pack the weights of a model's layers, if of so many bytes at least, and keep what is known of them."""
     weights = weights_of(layers)
     size = sum(weight.nbytes for weight in weights)
-    if size < _LEAST:
-        release(target)
+    if size < least:
+        kept.pop(model, None)
         return
-    known = _known.get(target)
+    known = kept.get(model)
     state = [] if known is None else contents_of(weights)
     if known is not None and known.state != state:
-        _known[target] = PackedWeights(state)
+        kept[model] = PackedWeights(state)
     elif known is None or not known.linear:
         free = free_memory()
         if free is not None and size > free // 2:
@@ -133,7 +144,7 @@ def pack(target: PreTrainedModel) -> None:
             return
         known = PackedWeights(state or contents_of(weights))
         known.pack(layers)
-        _known[target] = known
+        kept[model] = known
 
 
 def release(target: PreTrainedModel) -> None:
@@ -154,12 +165,20 @@ def packed_weights(target: PreTrainedModel) -> Sequence[PackedLinear]:
     return () if known is None or torch.is_autocast_enabled("cpu") else known.linear
 
 
-def packable(target: PreTrainedModel) -> list[nn.Linear]:
+def packed_drafts(target: PreTrainedModel, drafter: Any) -> Sequence[PackedLinear]:
+    """Return those by which a drafter does, and the target's LM head for it."""
+    found = packed_weights(target)
+    own = _known[target].drafters.get(drafter) if found else None
+    lm_head = lm_head_of(target)
+    return [*(one for one in found if one.module is lm_head), *([] if own is None else own.linear)]
+
+
+def packable(model: PreTrainedModel, *further: nn.Module) -> list[nn.Linear]:
     """Return the layers whose weights can be packed, for which modules are looked through where there may be any."""
-    possible = target.dtype == torch.float32 and target.device.type == "cpu"
+    possible = model.dtype == torch.float32 and model.device.type == "cpu"
     if not possible or not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
         return []
-    parts = dict.fromkeys(parts_of(target))
+    parts = dict.fromkeys([*parts_of(model), *further])
     linear = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     # LoRA's are not worth it.
     return [layer for layer in linear if is_plain(layer.weight) and min(layer.weight.shape) > _ROWS]

@@ -145,7 +145,8 @@ class Verifier:
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
-        with standing_in(self._weights), self.takes_trees() if masked else self._takes_states():
+        weights = standing_in(self._weights) if self._weights else nullcontext()
+        with weights, self.takes_trees() if masked else self._takes_states():
             return self.forward(tree, roots, masked)
 
     @contextmanager

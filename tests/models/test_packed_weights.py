@@ -101,6 +101,47 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
+def drafts_read(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
+    """Shapes of the weights whose copies drafts are made with, in one call."""
+    inside, read = [False], set[tuple[int, ...]]()
+    draft, plain = head.propose_ranked, packing.packed_linear
+
+    def drafted(*given: Any) -> Any:
+        inside[0] = True
+        try:
+            return draft(*given)
+        finally:
+            inside[0] = False
+
+    def seen(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> Tensor:
+        if inside[0]:
+            read.add(tuple(copy.shape))
+        return plain(entries, copy, bias)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(head, "propose_ranked", drafted, raising=False)
+        patches.setattr(packing, "packed_linear", seen)
+        compare(target, head, batch(3, "sdpa"), **MODES["T=1"])
+    return read
+
+
+def test_drafts_read_copies(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the head's weights and the target's LM head, or of the rows of it that a draft vocabulary has."""
+    head = tiny_head(target)
+    shapes = (tuple(part.weight.shape) for part in head.modules() if isinstance(part, nn.Linear))
+    own = {shape for shape in shapes if min(shape) > 16}
+    assert drafts_read(target, head, monkeypatch) == own | {tuple(target.lm_head.weight.shape)}
+    head.reduce_vocabulary(range(20))
+    for _ in range(2):
+        drafts_read(target, head, monkeypatch)
+    assert drafts_read(target, head, monkeypatch) == own | {(20, target.config.hidden_size)}
+    with torch.no_grad():
+        head.fc.weight.mul_(2)
+    assert drafts_read(target, head, monkeypatch) == set()
+    detach(target)
+    assert target not in packing._known
+
+
 def test_two_calls_share_what_stands_in(target: Any) -> None:
     """The module has its class's forward again once both have ended, whichever ends first."""
     pack(target)
