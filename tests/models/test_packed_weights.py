@@ -101,9 +101,9 @@ CHANGES: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def drafts_read(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> set[tuple[int, ...]]:
-    """Shapes of the weights whose copies drafts are made with, in one call."""
-    inside, read = [False], set[tuple[int, ...]]()
+def drafts_read(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> set[nn.Module]:
+    """Layers whose copies drafts are made with, in one call."""
+    inside, read = [False], set[int]()
     draft, plain = head.propose_ranked, packing.packed_linear
 
     def drafted(*given: Any) -> Any:
@@ -115,26 +115,25 @@ def drafts_read(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> set[
 
     def seen(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> Tensor:
         if inside[0]:
-            read.add(tuple(copy.shape))
+            read.add(id(copy))
         return plain(entries, copy, bias)
 
     with monkeypatch.context() as patches:
         patches.setattr(head, "propose_ranked", drafted, raising=False)
         patches.setattr(packing, "packed_linear", seen)
         compare(target, head, batch(3, "sdpa"), **MODES["T=1"])
-    return read
+    return {layer.module for layer in packing.packed_drafts(target, head) if id(layer.copy) in read}
 
 
 def test_drafts_read_copies(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the head's weights and the target's LM head, or of the rows of it that a draft vocabulary has."""
     head = tiny_head(target)
-    shapes = (tuple(part.weight.shape) for part in head.modules() if isinstance(part, nn.Linear))
-    own = {shape for shape in shapes if min(shape) > 16}
-    assert drafts_read(target, head, monkeypatch) == own | {tuple(target.lm_head.weight.shape)}
+    own = {part for part in head.modules() if isinstance(part, nn.Linear) if min(part.weight.shape) > 16}
+    assert drafts_read(target, head, monkeypatch) == {*own, target.lm_head}
     head.reduce_vocabulary(range(20))
     for _ in range(2):
         drafts_read(target, head, monkeypatch)
-    assert drafts_read(target, head, monkeypatch) == own | {(20, target.config.hidden_size)}
+    assert drafts_read(target, head, monkeypatch) == {*own, *head.rows_read}
     with torch.no_grad():
         head.fc.weight.mul_(2)
     assert drafts_read(target, head, monkeypatch) == set()
