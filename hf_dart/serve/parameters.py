@@ -94,6 +94,12 @@ def _as_list(given: Any) -> list[Any]:
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
 
+def _arguments_of(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    if schema is not None and schema.get("type", "object") != "object":
+        raise _wrong("are the schema of no object; give one of the type object, with a property for each argument")
+    return schema
+
+
 def _biases_of(biases: dict[str, float]) -> dict[int, float]:
     for token, bias in biases.items():
         if not (token.isascii() and token.isdecimal() and len(token) < 10 and -100 <= bias <= 100):
@@ -144,7 +150,7 @@ class _Function(_Read):
     notes = frozenset(["strict", "type"])
     name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(_arguments_of)] = None
 
 
 class _Tool(_Read):

@@ -204,6 +204,8 @@ def test_calls_of_earlier_answers(service: Service, client: Any) -> None:
         ({"messages": [{"role": "assistant", "content": None}]}, "messages.0 has no content; give some text"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "", "function": {"name": "f", "arguments": "{"}}]}]},
          "messages.0.tool_calls.0.function.arguments is not as it should be"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}]},
+         "tools.0.function.parameters are the schema of no object; give one of the type object"),
     ],
 )  # fmt: skip
 def test_refusals(client: Any, given: dict[str, Any], words: str) -> None:
@@ -213,7 +215,8 @@ def test_refusals(client: Any, given: dict[str, Any], words: str) -> None:
 
 def test_a_schema_that_cannot_be_met(client: Any) -> None:
     pytest.importorskip("xgrammar")
-    broken = [{"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}]
+    schema = {"type": "object", "properties": {"path": {"type": "nothing"}}}
+    broken = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(openai.BadRequestError, match="The schema of tool_choice cannot be met"):
         client.chat.completions.create(model="code", messages=MESSAGES, tools=broken, tool_choice="required")
 
