@@ -294,12 +294,12 @@ def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features
 
 
 def joined(chunks: list[Verified]) -> Verified:
-    """One chunk of all, each row's real entries in front."""
+    """One chunk of all, each row's real entries in front, as wide as the longest row."""
     if len(chunks) == 1:
         return chunks[0]
     features = torch.cat([chunk.features for chunk in chunks], dim=1)
     tokens = torch.cat([chunk.next_tokens for chunk in chunks], dim=1)
     real = torch.cat([torch.arange(chunk.next_tokens.shape[1]) < chunk.counts[:, None] for chunk in chunks], dim=1)
-    order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
-    gathered = features.gather(1, order.to(features.device)[..., None].expand_as(features))
-    return Verified(gathered, tokens.gather(1, order.to(tokens.device)), real.sum(1))
+    counts = real.sum(1)
+    order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)[:, : int(counts.max())]
+    return Verified(entries_of(features, order), entries_of(tokens, order), counts)

@@ -64,7 +64,7 @@ class Verified(NamedTuple):
         features, tokens, counts = self
         before = (counts - size).clamp(min=0)
         width = int(before.max())
-        last = before[:, None] + torch.arange(tokens.shape[1] - width, device=before.device)
+        last = before[:, None] + torch.arange(min(size, tokens.shape[1] - width), device=before.device)
         ahead = Verified(features[:, :width], tokens[:, :width], before)
         return ahead, Verified(entries_of(features, last), entries_of(tokens, last), counts - before)
 

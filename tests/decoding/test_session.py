@@ -165,6 +165,7 @@ def test_positions_that_waited_are_taken_in_as_they_came() -> None:
         chunks.append(Verified(tokens[..., None] * torch.tensor([1.0, 0.5]), tokens, torch.tensor(counts)))
     features, tokens, counts = joined(chunks)
     assert counts.tolist() == [len(row) for row in came]
+    assert tokens.shape[1] == features.shape[1] == 5, "the longest row's"
     for row, wanted in enumerate(came):
         assert tokens[row, : len(wanted)].tolist() == wanted
         assert features[row, : len(wanted), 1].tolist() == [0.5 * token for token in wanted]

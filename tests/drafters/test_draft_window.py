@@ -51,6 +51,18 @@ def drafted(drafter: Any, rows: list[list[int]]) -> tuple[Any, SlotCache]:
     return drafter.propose(state, *last), state
 
 
+@pytest.mark.parametrize("counts", [[9, 2, 6], [3, 0, 2], [5, 4, 4]])
+def test_the_last_positions_are_no_more_than_asked_for(counts: list[int]) -> None:
+    """Chunks may be wider than their longest row; captured drafts take no more than they were made for."""
+    tokens = torch.arange(1, 28).view(3, 9)
+    ahead, last = Verified(tokens[..., None].float(), tokens, torch.tensor(counts)).split(4)
+    assert last.next_tokens.shape == last.features.shape[:2] == (3, 4)
+    for row, count in enumerate(counts):
+        kept = [*ahead.next_tokens[row, : ahead.counts[row]], *last.next_tokens[row, : last.counts[row]]]
+        assert kept == tokens[row, :count].tolist()
+        assert last.counts[row] == min(count, 4)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ALONE)
 def test_drafts_are_those_after_the_kept_positions_alone(name: str, tmp_path: Path) -> None:
