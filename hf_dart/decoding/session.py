@@ -108,8 +108,8 @@ class Session:
                 self.drafter_state = state = state or begun(asked, rows)
                 state.multimodal |= request.multimodal
                 reader, kinds, self.cache = read_prompt(asked, rows, state)
+            self._packed = packed_drafts(request.model, drafter) if drafter.draft_length else ()
             # How the drafter is asked for a draft, and the target's forward over a tree: captured passes replace both.
-            self._packed = packed_drafts(request.model, drafter)
             self.propose_with: Callable[..., Proposal | None]
             self.propose_with = self._propose_packed if self._packed else drafter.propose_ranked
             self.hidden_states: HiddenStates | None = None  # where the call returns them

@@ -51,8 +51,9 @@ class LMHeadRows:
             with torch.inference_mode(False):  # tensors made in inference mode could not be trained through later
                 rows = vocabulary.to(weight.device)
                 layer = nn.Linear(weight.shape[1], len(rows), bias=lm_head.bias is not None, device="meta")
-                for name, content in lm_head.named_parameters():
-                    setattr(layer, name, nn.Parameter(content.detach()[rows], requires_grad=False))
+                layer.weight = nn.Parameter(weight.detach()[rows], requires_grad=False)
+                if lm_head.bias is not None:
+                    layer.bias = nn.Parameter(lm_head.bias.detach()[rows], requires_grad=False)
                 self._rows = known = (state_of(weight), vocabulary, layer)
         return known[2]
 

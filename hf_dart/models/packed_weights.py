@@ -2,8 +2,8 @@
 
 MKL's float32 product of 4 to 32 rows takes up to four times as long as that of one, although both read every weight
 once. oneDNN's does not if the weights lie in blocks, as its own order has them. That is a second copy of the weights,
-which trees alone are run with: stock's prefill and its single steps read the plain ones. Of fewer rows, MKL's product
-is the faster one on some processors, which is measured.
+which trees and drafts alone are run with: stock's prefill and its single steps read the plain ones. Of fewer rows,
+MKL's product is the faster one on some processors, which is measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _known: WeakKeyDictionary[PreTrainedModel, PackedWeights] = WeakKeyDictionary()
 
 
 class PackedLinear(StandIn):
-    """Forward of an `nn.Linear` that reads a packed copy of its weight [out, in], in threads that verify a tree.
+    """Forward of an `nn.Linear` that reads a packed copy of its weight [out, in], in threads that verify or draft.
 
     A weight that was replaced, written to or moved since it was packed is read as it is. So are fewer rows than
     `fewest`, and the weight of a module whose instance has a forward of its own, such as a hook of Accelerate's.
@@ -65,7 +65,7 @@ class PackedLinear(StandIn):
 
 @dataclass
 class PackedWeights:
-    """What is known of a target's weights: their state, and the forwards that read copies, once there are any."""
+    """What is known of a model's weights: their state, and the forwards that read copies, once there are any."""
 
     state: list[tuple[int, ...]]  # by their contents
     linear: list[PackedLinear] = field(default_factory=list)
@@ -119,7 +119,7 @@ def pack(target: PreTrainedModel, drafter: Any = None) -> None:
     """
     pack_layers(_known, target, packable(target), _LEAST)
     known = _known.get(target)
-    if known is not None and isinstance(drafter, PreTrainedModel):
+    if known is not None and known.linear and isinstance(drafter, PreTrainedModel):
         pack_layers(known.drafters, drafter, packable(drafter, *drafter.rows_read), 1)
 
 
@@ -138,8 +138,8 @@ def pack_layers(kept: MutableMapping[Any, PackedWeights], model: Any, layers: li
         free = free_memory()
         if free is not None and size > free // 2:
             logger.warning_once(
-                f"Drafts are verified with plain weights, which is slower: packed ones take {size / 2**30:.1f} GiB "
-                f"more, and {free / 2**30:.1f} GiB are free."
+                f"Trees and drafts are run with plain weights, which is slower: packed ones take "
+                f"{size / 2**30:.1f} GiB more, and {free / 2**30:.1f} GiB are free."
             )
             return
         known = PackedWeights(state or contents_of(weights))
@@ -166,7 +166,7 @@ def packed_weights(target: PreTrainedModel) -> Sequence[PackedLinear]:
 
 
 def packed_drafts(target: PreTrainedModel, drafter: Any) -> Sequence[PackedLinear]:
-    """Return those by which a drafter does, and the target's LM head for it."""
+    """Return the forwards by which drafts read packed weights: the drafter's, and that of the target's LM head."""
     found = packed_weights(target)
     own = _known[target].drafters.get(drafter) if found else None
     lm_head = lm_head_of(target)
