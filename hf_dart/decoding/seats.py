@@ -7,7 +7,8 @@ of which each call has a row, the forward of either, and the pace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -217,7 +218,8 @@ class Seats:
         with timed.phase("grow"):
             for rows, grower in self._growers:
                 drafts = [proposals[row] for row in rows] if proposals else []
-                grown = self._grown(grower, [sessions[row] for row in rows], drafts, [budgets[row] for row in rows])
+                own = [sessions[row] for row in rows], drafts, [budgets[row] for row in rows]
+                grown = self._grown(grower, *own, partial(timed.phase, "draft"))
                 trees |= {row: grown.row(number) for number, row in enumerate(rows)}
         return [(trees[row], budget) for row, budget in enumerate(budgets)]
 
@@ -241,7 +243,12 @@ class Seats:
         return [] if draft is None else [draft.row(row) for row in range(len(seen))]
 
     def _grown(
-        self, grower: TreeGrower, sessions: list[Session], proposals: list[Proposal], budgets: list[Budget]
+        self,
+        grower: TreeGrower,
+        sessions: list[Session],
+        proposals: list[Proposal],
+        budgets: list[Budget],
+        drafting: Callable[[], AbstractContextManager[None]],
     ) -> DraftTree:
         """Grow the trees [B, N] of some calls, which are ranked in one way."""
         deepest, copies = [budget.deepest[0] for budget in budgets], [budget.copies[0] for budget in budgets]
@@ -252,7 +259,7 @@ class Seats:
         noise = [session.noise_ahead(0, grower.depth, drafted.vocabulary) for session in sessions]
         gumbel = None if noise[0] is None else torch.cat([one for one in noise if one is not None])
         refine = partial(sessions[0].refine, proposals[0])
-        return grower(drafted, gumbel, deepest, refine, weights, None, copies)
+        return grower(drafted, gumbel, deepest, refine, weights, None, copies, drafting)
 
 
 class _Seat:

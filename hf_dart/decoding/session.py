@@ -251,7 +251,8 @@ class Session:
             return self.grower(None, None, budget.deepest, weights=budget.weights, ended=ended, copies=budget.copies)
         refine, drafted = partial(self.refine, proposal), proposal.within(self.vocab_size)
         gumbel = self.noise_ahead(0, self.grower.depth, drafted.vocabulary)
-        return self.grower(drafted, gumbel, budget.deepest, refine, budget.weights, ended, budget.copies)
+        given = refine, budget.weights, ended, budget.copies, partial(self.stats.phase, "draft")
+        return self.grower(drafted, gumbel, budget.deepest, *given)
 
     def count(self, tree: DraftTree, accepted: Accepted, budget: Budget) -> None:
         """Record the outcome of a round: statistics, whether drafts pay, and what the call collects."""

@@ -89,6 +89,7 @@ class DraftStats:
             accelerator a phase ends when its work is launched, and waiting falls to the first phase that reads a
             result.
         processor_seconds: processor time of the calling thread per phase, by which `decoding.pace` measures costs.
+            Time in a phase that is entered within another is no time of that other one.
         trace: every round with its tree, where `generate(..., trace=True)` asked for it.
     """
 
@@ -103,6 +104,7 @@ class DraftStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     processor_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0), repr=False)
     trace: Trace | None = None
+    _entered: list[str] = field(default_factory=list, repr=False)  # phases that are under way
 
     @property
     def tau(self) -> float:
@@ -123,11 +125,16 @@ class DraftStats:
     def phase(self, name: str) -> Iterator[None]:
         """Add the time spent inside to `seconds[name]` and `processor_seconds[name]`."""
         start, processor_start = perf_counter(), processor_time()
+        self._entered.append(name)
         try:
             yield
         finally:
-            self.seconds[name] += perf_counter() - start
-            self.processor_seconds[name] += processor_time() - processor_start
+            self._entered.pop()
+            ends = (self.seconds, perf_counter() - start), (self.processor_seconds, processor_time() - processor_start)
+            for spent, more in ends:
+                spent[name] += more
+                for around in self._entered[-1:]:
+                    spent[around] -= more
 
     def count(self, emitted: list[int], limits: list[int], nodes: int, drafted: bool = True) -> None:
         """Add one round to the counts: the tokens of each row, of which all but the last were drafted.

@@ -131,12 +131,9 @@ class CopyLevels:
     @classmethod
     def of(cls, copies: Sequence[Copies]) -> CopyLevels:
         """Lay out the copies of each row."""
-        counts = [np.bincount(np.array(one.depths, np.int64), minlength=1) for one in copies]
-        width = np.zeros(max(map(len, counts)), np.int64)
-        for count in counts:
-            width[: len(count)] = np.maximum(width[: len(count)], count)
-        width[0] = 0
-        ends = width.cumsum().tolist()
+        levels = range(1 + max((depth for one in copies for depth in one.depths), default=0))
+        width = [max(one.depths.count(depth) for one in copies) for depth in levels]
+        ends = [*accumulate(width)]
         tokens, parents = (np.full((len(copies), ends[-1]), none) for none in (-1, -3))
         totals = np.full(tokens.shape, -inf)
         for row, one in enumerate(copies):
@@ -160,7 +157,9 @@ class CopyLevels:
     @property
     def steps(self) -> Array:
         """[B, T] log-probability of each node after its parent."""
-        above = np.take_along_axis(self.totals, self.parents.clip(0), axis=1) if self.totals.size else self.totals
+        if not self.totals.size:
+            return self.totals
+        above = np.take_along_axis(self.totals, self.parents.clip(0), axis=1)
         with np.errstate(invalid="ignore"):
             return np.where(self.parents >= 0, self.totals - above, self.totals)
 

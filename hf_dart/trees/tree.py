@@ -76,8 +76,8 @@ class DraftTree:
         for _ in range(max_depth + 1):
             reached[rows, nodes, up] = True
             up = above[rows, up]
-        ancestors = torch.from_numpy(reached).to(tokens.device)
-        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, max_depth, scores)
+        depths, ancestors = (torch.from_numpy(part).to(tokens.device) for part in (reached.sum(-1) - 1, reached))
+        return cls(tokens, parents, depths, ancestors, max_depth, scores)
 
     @classmethod
     def chain(cls, tokens: Tensor, counts: Tensor | None = None) -> DraftTree:
