@@ -191,13 +191,16 @@ def measured(pair: Pair, kind: str, settings: speed.Settings, drafters: Sequence
         batch = cut if cut[1:] else cut * 2
         about = report.circumstances(pair, replace(settings, prompts=len(batch)), kind, sys.argv)
         print(auditing.as_table({**about, **auditing.audit(pair, batch, settings)}))
-    return report.results(found, text=kind, dtype="float32", prompt_tokens=max(map(len, cut)))
+    return report.results(
+        found, text=kind, dtype=str(pair.model.dtype).removeprefix("torch."), prompt_tokens=max(map(len, cut))
+    )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=FOLDER, help="its folder, made if need be (default: %(default)s)")
     parser.add_argument("--head", help="folder of a trained head (default: none, copies alone)")
+    parser.add_argument("--dtype", default="float32", help="of weights and computing (default: %(default)s)")
     parser.add_argument("--untrained", action="store_true", help="measure a head of random weights, too")
     parser.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
@@ -214,7 +217,7 @@ def main() -> int:
     fetch_model(given.model)
     if given.threads:
         torch.set_num_threads(given.threads)
-    pair = load_pair(str(given.model), given.head, "float32")  # with no head: drafted for by copied text
+    pair = load_pair(str(given.model), given.head, given.dtype)  # with no head: drafted for by copied text
     about = report.circumstances(pair, settings, ", ".join(given.kinds), sys.argv)
     drafters = []
     if given.untrained:

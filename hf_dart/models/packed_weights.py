@@ -93,7 +93,7 @@ def packed_linear(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> 
 def fewest_rows(weights: list[Tensor], copies: list[Tensor]) -> int:
     """Measure from how many rows on, 4 at most, products with packed copies of weights of one shape are faster."""
     for rows in range(1, _ALWAYS):
-        entries = torch.zeros(rows, weights[0].shape[1])
+        entries = weights[0].new_zeros(rows, weights[0].shape[1])
         plain = packed = inf
         for _ in range(_REPEATS):
             plain = min(plain, seconds(F.linear, entries, weights))
@@ -175,19 +175,20 @@ def packed_drafts(target: PreTrainedModel, drafter: Any) -> Sequence[PackedLinea
 
 def packable(model: PreTrainedModel, *further: nn.Module) -> list[nn.Linear]:
     """Return the layers whose weights can be packed, for which modules are looked through where there may be any."""
-    possible = model.dtype == torch.float32 and model.device.type == "cpu"
-    if not possible or not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+    onednn = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
+    bfloat16 = model.dtype == torch.bfloat16 and onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if model.device.type != "cpu" or not onednn or not (bfloat16 or model.dtype == torch.float32):
         return []
     parts = dict.fromkeys([*parts_of(model), *further])
     linear = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     # LoRA's are not worth it.
-    return [layer for layer in linear if is_plain(layer.weight) and min(layer.weight.shape) > _ROWS]
+    return [layer for layer in linear if is_plain(layer.weight, model.dtype) and min(layer.weight.shape) > _ROWS]
 
 
-def is_plain(weight: Tensor) -> bool:
-    """Tell whether a weight is a parameter in float32 on the CPU whose changes are counted."""
+def is_plain(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Tell whether a weight is a parameter in this dtype on the CPU whose changes are counted."""
     kept = type(weight) is nn.Parameter and not weight.is_inference()
-    return kept and weight.dtype == torch.float32 and weight.is_cpu
+    return kept and weight.dtype == dtype and weight.is_cpu
 
 
 def weights_of(layers: list[nn.Linear]) -> list[Tensor]:

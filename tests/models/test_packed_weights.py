@@ -27,8 +27,15 @@ def _small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_LEAST", 1)
 
 
+BFLOAT16 = pytest.param(
+    torch.bfloat16,
+    marks=pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor has none"),
+)
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+
+
 def compare(target: Any, head: Any, inputs: Any, **mode: Any) -> None:
-    into = tally("fp32, packed weights")
+    into = tally("packed weights")
     assert_identical_up_to_near_ties(target, head, inputs, into=into, label=str(mode), max_new_tokens=24, **mode)
 
 
@@ -53,18 +60,21 @@ def spoil(target: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "T=1"])
+@dtypes
 @pytest.mark.parametrize(
     "family", ["llama", "gemma3", "mixtral", "opt", pytest.param("qwen3_5", marks=needs_running_states)]
 )
-def test_drafted_text_is_stocks(family: str, mode: str) -> None:
+def test_drafted_text_is_stocks(family: str, dtype: torch.dtype, mode: str) -> None:
     """With tied weights, experts, biases and running states."""
-    target = tiny_target(family, dtype=torch.float32)
+    target = tiny_target(family, dtype=dtype)
     compare(target, tiny_head(target), batch(3, "sdpa"), **MODES[mode])
     assert packing._known[target].linear
 
 
-def test_trees_read_copies_and_stock_does_not(target: Any) -> None:
+@dtypes
+def test_trees_read_copies_and_stock_does_not(dtype: torch.dtype) -> None:
     """Wrong copies are found by the trial, which the first call with copies repeats."""
+    target = tiny_target("llama", dtype=dtype)
     forget(target)
     head, options = tiny_head(attach(target)), {**MODES["greedy"], "max_new_tokens": 24}
     assert target not in packing._known, "attaching makes no copies"
@@ -274,7 +284,7 @@ def test_what_reads_plain_weights(target: Any) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(*product(target))
     detach(target)
-    others = [tiny_target("llama", dtype=dtype) for dtype in (torch.float64, torch.bfloat16)]
+    others = [tiny_target("llama", dtype=dtype) for dtype in (torch.float64, torch.float16)]
     for one in others:
         pack(one)
     assert not {target, *others} & {*packing._known}
