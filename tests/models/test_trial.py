@@ -66,11 +66,12 @@ def test_windows_are_told_apart_by_one_position(off: int, window: int, monkeypat
 
 
 def test_forgotten_windows_show_in_low_precision_and_chunks_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds_are(monkeypatch, lambda kind: replace(kind, window=None))
-    for window, dtype in product((10, 1000), NARROW):
-        with pytest.raises(ValueError, match="something else for a token tree"):
-            check_verification(tiny_target("mistral", dtype=dtype, sliding_window=window, max_position_embeddings=8192))
-    monkeypatch.undo()
+    with monkeypatch.context() as forgotten:
+        kinds_are(forgotten, lambda kind: replace(kind, window=None))
+        for window, dtype in product((10, 1000), NARROW):
+            target = tiny_target("mistral", dtype=dtype, sliding_window=window, max_position_embeddings=8192)
+            with pytest.raises(ValueError, match="something else for a token tree"):
+                check_verification(target)
     kinds_are(monkeypatch, lambda kind: replace(kind, name="sliding_attention"))
     with pytest.raises(ValueError, match="something else for a token tree"):
         check_verification(tiny_target("llama4"))
