@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from threading import Lock
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -262,9 +263,8 @@ class NoiseStream:
     def draw_to(self, end: int) -> None:
         """Draw the blocks before `end` that are not drawn yet."""
         while self._drawn < end:
-            # As float32 as the probabilities of stock, whatever torch's default is.
-            block = torch.empty(self._batch_size, self.vocab_size, dtype=torch.float32, device=self._device)
-            block.exponential_(1, generator=self._generator)
+            faster = self._device.type == "cpu" and by_uniform()
+            block = draw_exponential(self._batch_size, self.vocab_size, self._device, self._generator, faster)
             if self._drawn >= self._needed:
                 self._blocks[self._drawn] = block
             if self._drawn + 1 >= self._needed:
@@ -321,6 +321,30 @@ class NoiseStream:
         with _lock:
             if self._leads:
                 del _leading[self._device]
+
+
+def draw_exponential(
+    rows: int, size: int, device: torch.device, generator: torch.Generator, faster: bool = False
+) -> Tensor:
+    """Draw Exp(1) numbers [rows, size] in float32, as the probabilities of stock are, whatever torch's default is.
+
+    `faster`, on a CPU, takes their logarithms at once, where `Tensor.exponential_` takes three times as long.
+    """
+    if not faster:
+        return torch.empty(rows, size, dtype=torch.float32, device=device).exponential_(1, generator=generator)
+    uniform = torch.empty(rows, size, dtype=torch.float64, device=device).uniform_(generator=generator)
+    return uniform.neg_().add_(1).log_().float().neg_()
+
+
+@cache
+def by_uniform() -> bool:
+    """Tell whether torch draws exponential numbers on a CPU from uniform ones, tried once per process."""
+    drawn, states = [], []
+    for faster in (False, True):
+        generator = torch.Generator()
+        drawn.append(draw_exponential(1, 4099, generator.device, generator, faster))
+        states.append(generator.get_state())
+    return torch.equal(*drawn) and torch.equal(*states)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from support.turns import first_draft, next_turn_of
 from transformers import DynamicCache
 
 from hf_dart import LanguageModelDrafter, LookupDrafter, TreeConfig
+from hf_dart.decoding import walk
 from hf_dart.decoding.api import close_call, generate, open_request, requested
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.seats import Seats
@@ -134,7 +135,7 @@ def test_noise_is_no_cost_of_a_draft(drafter: Any, calls: int, noted: Any) -> No
             yield
         names.pop()
 
-    noted(torch.Tensor, "exponential_", lambda *_, **__: drawn.append(names[-1]))
+    noted(walk, "draw_exponential", lambda *_, **__: drawn.append(names[-1]))
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(DraftStats, "phase", phase)
         while seats.taken:

@@ -22,7 +22,7 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, all_known, scores_alone
 from hf_dart.decoding.rows import Rows
-from hf_dart.decoding.walk import MAX_LEAD, NoiseStream
+from hf_dart.decoding.walk import MAX_LEAD, NoiseStream, by_uniform, draw_exponential
 
 OPTIONS: dict[str, dict[str, Any]] = {
     **SAMPLERS,
@@ -145,6 +145,18 @@ def test_rows_start_where_they_are_whatever_was_forgotten() -> None:
     state = torch.get_rng_state()
     stream.leave_as_stock(312)  # three positions on
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (3, 5000), (1, 300_000)])
+def test_numbers_are_those_of_stocks_draws(shape: tuple[int, int]) -> None:
+    """Bit by bit, and so is the generator's state, in whichever way they are drawn."""
+    generator, stocks = (torch.Generator().manual_seed(7) for _ in range(2))
+    assert by_uniform(), "this torch draws otherwise: numbers take three times as long"
+    for faster in (False, True):
+        drawn = draw_exponential(*shape, CPU, generator, faster)
+        assert drawn.dtype == torch.float32
+        assert torch.equal(drawn, torch.empty(shape).exponential_(1, generator=stocks))
+        assert torch.equal(generator.get_state(), stocks.get_state())
 
 
 def test_streams_side_by_side_draw_noise_of_their_own() -> None:
