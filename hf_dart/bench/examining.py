@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
@@ -24,7 +25,7 @@ from hf_dart.hub.publish import BENCH
 from hf_dart.hub.tables import OURS, STOCK, Verdict, markdown
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.features import vocabulary_size
-from hf_dart.models.packed_weights import free_memory, packable, weights_of
+from hf_dart.models.packed_weights import free_memory, packable, packed_copy, packed_linear, packs, weights_of
 from hf_dart.models.tokenizers import template_hash
 
 Check = dict[str, Any]
@@ -113,10 +114,12 @@ def _model(model: Any) -> Iterator[Check]:
     found = f"{model.get_memory_footprint() / 2**30:.1f} GiB of weights, {size / 2**30:.1f} more if packed for trees"
     remedy = "free memory, or take a smaller dtype: trees are verified with plain weights, which is slower"
     yield _check("memory", size <= free // 2 or not free, f"{found}; {free / 2**30:.1f} free", remedy)
-    times = 1.0
-    if on_cpu and model.dtype in (torch.bfloat16, torch.float16):
-        times = product_seconds(model.dtype) / product_seconds(torch.float32)
-    yield _check("dtype", times < 1.2, f"{dtype}; products take {times:.1f} of float32's time", "dtype='float32'")
+    times, found = 1.0, dtype
+    other = torch.bfloat16 if model.dtype == torch.float32 else torch.float32
+    if on_cpu and model.dtype in (torch.bfloat16, torch.float16, torch.float32) and packs(other):
+        times = product_seconds(model.dtype) / product_seconds(other)
+        found += f"; products take {times:.1f} of {str(other).removeprefix('torch.')}'s time"
+    yield _check("dtype", times < 1.2 or other != torch.float32, found, "dtype='float32'")
     own = TreeAttention(model).own
     slow = own == "eager" and model._supports_sdpa
     yield _check("attention", not slow, own, "attn_implementation='sdpa'")
@@ -136,9 +139,12 @@ def _fit(pair: Pair) -> Iterator[Check]:
 
 
 def product_seconds(dtype: torch.dtype) -> float:
-    """Seconds of a layer's product for four tokens on the CPU, the least of several."""
+    """Seconds of a layer's product for four tokens on the CPU, as trees compute it, the least of several."""
     rows, weight = torch.ones(4, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
-    return min(timed(rows.device, lambda: torch.nn.functional.linear(rows, weight))[0] for _ in range(8))
+    product: Any = partial(torch.nn.functional.linear, weight=weight)
+    if packs(dtype):
+        product = partial(packed_linear, copy=packed_copy(weight))
+    return min(timed(rows.device, lambda: product(rows))[0] for _ in range(8))
 
 
 def _measure(pair: Pair, new_tokens: int, checks: list[Check]) -> list[dict[str, Any]]:

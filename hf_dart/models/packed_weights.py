@@ -73,14 +73,18 @@ class PackedWeights:
 
     def pack(self, layers: list[nn.Linear]) -> None:
         """Make the copies, one for each weight, and measure from how many rows on they are worth it."""
-        copies = {
-            weight: torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS) for weight in weights_of(layers)
-        }
+        copies = {weight: packed_copy(weight) for weight in weights_of(layers)}
         fewest: dict[torch.Size, int] = {}
         for shape in {weight.shape for weight in copies}:
             alike = {weight: copy for weight, copy in copies.items() if weight.shape == shape}
             fewest[shape] = fewest_rows([*alike][:_TIMED], [*alike.values()][:_TIMED])
         self.linear = [PackedLinear(layer, copies[layer.weight], fewest[layer.weight.shape]) for layer in layers]
+
+
+def packed_copy(weight: Tensor) -> Tensor:
+    """Return a copy of a weight [out, in] for `packed_linear`."""
+    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+    return copy
 
 
 def packed_linear(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -175,14 +179,20 @@ def packed_drafts(target: PreTrainedModel, drafter: Any) -> Sequence[PackedLinea
 
 def packable(model: PreTrainedModel, *further: nn.Module) -> list[nn.Linear]:
     """Return the layers whose weights can be packed, for which modules are looked through where there may be any."""
-    onednn = torch.backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled()
-    bfloat16 = model.dtype == torch.bfloat16 and onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    if model.device.type != "cpu" or not onednn or not (bfloat16 or model.dtype == torch.float32):
+    if model.device.type != "cpu" or not packs(model.dtype):
         return []
     parts = dict.fromkeys([*parts_of(model), *further])
     linear = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     # LoRA's are not worth it.
     return [layer for layer in linear if is_plain(layer.weight, model.dtype) and min(layer.weight.shape) > _ROWS]
+
+
+def packs(dtype: torch.dtype) -> bool:
+    """Tell whether oneDNN multiplies with packed weights of a dtype, on this processor."""
+    if not torch.backends.mkldnn.is_available() or not torch._C._get_mkldnn_enabled():
+        return False
+    narrow = dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return bool(narrow) or dtype == torch.float32
 
 
 def is_plain(weight: Tensor, dtype: torch.dtype) -> bool:

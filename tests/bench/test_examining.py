@@ -15,6 +15,7 @@ from support.users import letters
 
 from hf_dart.bench import examining
 from hf_dart.cli import main
+from hf_dart.models.packed_weights import packs
 from hf_dart.models.tokenizers import template_hash
 
 ALPHABET = "".join(map(chr, range(97, 97 + 40)))
@@ -94,7 +95,9 @@ def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "trial" not in checks
     monkeypatch.setattr(examining, "free_memory", lambda: 1000)
     target = tiny_target("llama", "eager", dtype=torch.float32)
-    bad = {one["name"]: one["remedy"] for one in examining._model(target) if not one["good"]}
+    found = {one["name"]: one for one in examining._model(target)}
+    assert ("of bfloat16's time" in found["dtype"]["found"]) == packs(torch.bfloat16)
+    bad = {name: one["remedy"] for name, one in found.items() if not one["good"]}
     assert bad.keys() == {"memory", "attention"}
     assert bad["attention"] == "attn_implementation='sdpa'"
 
