@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "T=1": {"do_sample": True, "top_k": 0},
     "top-p, penalty": {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1},
 }
-LENGTHS = [120, 33, 150, 21]
+LENGTHS = [120, 64, 97, 33, 150, 21, 80, 48]
 FIGURES = tally("float32, packaged and deep pair, text of pytest's own sources", least=1.3)
 
 
@@ -43,7 +43,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[Any, DartHead, Any]:
 
 @pytest.fixture(scope="module")
 def texts(pair: tuple[Any, DartHead, Any]) -> list[list[int]]:
-    """Four prompts of different lengths, each of another source file of pytest."""
+    """Eight prompts of different lengths, each of another source file of pytest."""
     prompts = suites.cut_prompts(pair[2], suites.texts()[1], len(LENGTHS), 225)
     return [prompt[:length] for prompt, length in zip(prompts, LENGTHS, strict=True)]
 

@@ -29,7 +29,6 @@ PATIENCE = 4.0
 """Seconds that a process waits for the other one in the end."""
 
 
-@pytest.mark.matrix  # it takes the time of a hundred others
 def test_two_processes_hold_a_target() -> None:
     line = command(__file__, processes=2)
     ended = subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment())
