@@ -114,12 +114,12 @@ def _model(model: Any) -> Iterator[Check]:
     found = f"{model.get_memory_footprint() / 2**30:.1f} GiB of weights, {size / 2**30:.1f} more if packed for trees"
     remedy = "free memory, or take a smaller dtype: trees are verified with plain weights, which is slower"
     yield _check("memory", size <= free // 2 or not free, f"{found}; {free / 2**30:.1f} free", remedy)
-    times, found = 1.0, dtype
-    other = torch.bfloat16 if model.dtype == torch.float32 else torch.float32
-    if on_cpu and model.dtype in (torch.bfloat16, torch.float16, torch.float32) and packs(other):
+    times, found, narrow = 1.0, dtype, model.dtype in (torch.bfloat16, torch.float16)
+    if on_cpu and (narrow or model.dtype == torch.float32):
+        other = torch.float32 if narrow else torch.bfloat16
         times = product_seconds(model.dtype) / product_seconds(other)
         found += f"; products take {times:.1f} of {str(other).removeprefix('torch.')}'s time"
-    yield _check("dtype", times < 1.2 or other != torch.float32, found, "dtype='float32'")
+    yield _check("dtype", times < 1.2 or not narrow, found, "dtype='float32'")
     own = TreeAttention(model).own
     slow = own == "eager" and model._supports_sdpa
     yield _check("attention", not slow, own, "attn_implementation='sdpa'")

@@ -39,6 +39,9 @@ from hf_dart.trees.vocabulary import columns_of
 # The nucleus is searched among this many tokens; if it is wider, all are kept.
 _NUCLEUS = 64
 
+Drafting = Callable[[], AbstractContextManager[None]]
+"""Maker of contexts in which a drafter computes while trees grow; its time is one of drafts."""
+
 
 class TreeGrower:
     """Grower of the trees of one `generate` call.
@@ -97,7 +100,7 @@ class TreeGrower:
         weights: list[float] | None = None,  # of a token more in each row (`pace.row_weights`); None for the mean
         ended: list[bool] | None = None,  # the rows that have ended and run on, which no token ends again
         copies: Sequence[Copies] | None = None,  # what `copies` found for this round; None looks for it
-        drafting: Callable[[], AbstractContextManager[None]] = nullcontext,  # in which the drafter runs once more
+        drafting: Drafting = nullcontext,  # in which the drafter runs once more
     ) -> DraftTree:
         """Return the trees [B, N] after the last committed tokens, on the CPU."""
         found = self.copies(deepest, ended) if copies is None else copies
@@ -138,7 +141,7 @@ class TreeGrower:
         gumbel: Tensor | None,
         seen: Tensor | None,
         refine: Callable[[Tensor], Proposal],
-        drafting: Callable[[], AbstractContextManager[None]],
+        drafting: Drafting,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Candidates [B, d, K] of the first draft and the last one, and their scores in either, [B, d, K].
 
@@ -162,9 +165,7 @@ class TreeGrower:
         candidates, (scores, better) = self._rank.best(first, again, vocabulary=vocabulary)
         return candidates, scores, looked_at, better
 
-    def _steps(
-        self, proposal: Proposal, tokens: Tensor, scores: Tensor, drafting: Callable[[], AbstractContextManager[None]]
-    ) -> Tensor:
+    def _steps(self, proposal: Proposal, tokens: Tensor, scores: Tensor, drafting: Drafting) -> Tensor:
         """[B, d, J, K] log-scores of candidates [B, d, K] after each of the depth before, from those alone [B, d, K].
 
         By the drafter's selector; without one J is 1, and they are the scores alone.
@@ -213,7 +214,7 @@ class TreeGrower:
         length = max(self._formula.context, 1)
         history = np.array([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
         columns, scores = tokens.cpu().numpy(), steps.detach().cpu().double().numpy()
-        # A few comparisons; `np.isin` takes ten times as long.
+        # `np.isin` takes longer for the few that there are.
         ending = np.logical_or.reduce([columns == end for end in self._ends]) if self._ends else None
         if ending is not None and ended is not None:
             ending[ended] = False

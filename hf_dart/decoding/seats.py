@@ -7,8 +7,7 @@ of which each call has a row, the forward of either, and the pace.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.grow import Drafting, TreeGrower
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.session import Budget, Session, accept, one_round
 from hf_dart.decoding.stats import DraftStats
@@ -248,7 +247,7 @@ class Seats:
         sessions: list[Session],
         proposals: list[Proposal],
         budgets: list[Budget],
-        drafting: Callable[[], AbstractContextManager[None]],
+        drafting: Drafting,
     ) -> DraftTree:
         """Grow the trees [B, N] of some calls, which are ranked in one way."""
         deepest, copies = [budget.deepest[0] for budget in budgets], [budget.copies[0] for budget in budgets]

@@ -104,7 +104,6 @@ class DraftStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     processor_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0), repr=False)
     trace: Trace | None = None
-    _entered: list[str] = field(default_factory=list, repr=False)  # phases that are under way
 
     @property
     def tau(self) -> float:
@@ -124,17 +123,13 @@ class DraftStats:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time spent inside to `seconds[name]` and `processor_seconds[name]`."""
-        start, processor_start = perf_counter(), processor_time()
-        self._entered.append(name)
+        times = (self.seconds, perf_counter), (self.processor_seconds, processor_time)
+        before = [clock() - sum(spent.values()) for spent, clock in times]  # time outside of all phases
         try:
             yield
         finally:
-            self._entered.pop()
-            ends = (self.seconds, perf_counter() - start), (self.processor_seconds, processor_time() - processor_start)
-            for spent, more in ends:
-                spent[name] += more
-                for around in self._entered[-1:]:
-                    spent[around] -= more
+            for (spent, clock), outside in zip(times, before, strict=True):
+                spent[name] += clock() - sum(spent.values()) - outside
 
     def count(self, emitted: list[int], limits: list[int], nodes: int, drafted: bool = True) -> None:
         """Add one round to the counts: the tokens of each row, of which all but the last were drafted.

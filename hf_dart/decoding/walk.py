@@ -263,8 +263,7 @@ class NoiseStream:
     def draw_to(self, end: int) -> None:
         """Draw the blocks before `end` that are not drawn yet."""
         while self._drawn < end:
-            faster = self._device.type == "cpu" and by_uniform()
-            block = draw_exponential(self._batch_size, self.vocab_size, self._device, self._generator, faster)
+            block = draw_exponential(self._batch_size, self.vocab_size, self._device, self._generator)
             if self._drawn >= self._needed:
                 self._blocks[self._drawn] = block
             if self._drawn + 1 >= self._needed:
@@ -323,28 +322,25 @@ class NoiseStream:
                 del _leading[self._device]
 
 
-def draw_exponential(
-    rows: int, size: int, device: torch.device, generator: torch.Generator, faster: bool = False
-) -> Tensor:
-    """Draw Exp(1) numbers [rows, size] in float32, as the probabilities of stock are, whatever torch's default is.
+def draw_exponential(rows: int, size: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Draw Exp(1) numbers [rows, size] in float32, as the probabilities of stock are, whatever torch's default is."""
+    if device.type == "cpu" and by_uniform():
+        return from_uniform(rows, size, generator)
+    return torch.empty(rows, size, dtype=torch.float32, device=device).exponential_(1, generator=generator)
 
-    `faster`, on a CPU, takes their logarithms at once, where `Tensor.exponential_` takes three times as long.
-    """
-    if not faster:
-        return torch.empty(rows, size, dtype=torch.float32, device=device).exponential_(1, generator=generator)
-    uniform = torch.empty(rows, size, dtype=torch.float64, device=device).uniform_(generator=generator)
+
+def from_uniform(rows: int, size: int, generator: torch.Generator) -> Tensor:
+    """Draw Exp(1) numbers [rows, size] on a CPU: the logarithms of all at once, not one by one as torch does."""
+    uniform = torch.empty(rows, size, dtype=torch.float64, device="cpu").uniform_(generator=generator)
     return uniform.neg_().add_(1).log_().float().neg_()
 
 
 @cache
 def by_uniform() -> bool:
-    """Tell whether torch draws exponential numbers on a CPU from uniform ones, tried once per process."""
-    drawn, states = [], []
-    for faster in (False, True):
-        generator = torch.Generator()
-        drawn.append(draw_exponential(1, 4099, generator.device, generator, faster))
-        states.append(generator.get_state())
-    return torch.equal(*drawn) and torch.equal(*states)
+    """Tell whether `from_uniform` draws what torch does and leaves the generator alike, tried once per process."""
+    ours, torchs = torch.Generator(), torch.Generator()
+    drawn = torch.empty(1, 4099, dtype=torch.float32, device="cpu").exponential_(1, generator=torchs)
+    return torch.equal(from_uniform(1, 4099, ours), drawn) and torch.equal(ours.get_state(), torchs.get_state())
 
 
 @contextmanager
