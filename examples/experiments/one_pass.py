@@ -22,6 +22,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dart.cli.common import say
 from hf_dart.drafters.dflash.drafter import DFlashConfig, DFlashDrafter
+from hf_dart.models.forwards import standing_in
+from hf_dart.models.packed_weights import pack, packed_drafts
 
 BLOCK, LAYERS = 16, 5
 SHAPES = {  # hidden and intermediate size, heads, those of keys, tokens
@@ -53,6 +55,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--text", type=int, default=256, help="tokens before the first block")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--accepted", type=int, default=4, help="tokens that each round verifies")
+    parser.add_argument("--plain", action="store_true", help="leave weights as they are, which calls on a CPU pack")
     args = parser.parse_args(words)
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -67,6 +70,9 @@ def main(words: list[str] | None = None) -> None:
     ours = DFlashDrafter(DFlashConfig.of(content)).eval()
     ours.load_state_dict(theirs.state_dict())
     ours.bind(target)
+    if not args.plain:
+        pack(target, ours)
+    packed = packed_drafts(target, ours)
     memory, state, start = DynamicCache(), ours.begin(1, args.text + BLOCK), 0
     positions = torch.arange(args.text + args.rounds * args.accepted + BLOCK)[None]
 
@@ -85,7 +91,8 @@ def main(words: list[str] | None = None) -> None:
         return theirs.compute_logits(hidden, target.lm_head)
 
     def here(features: Tensor, tokens: Tensor) -> Tensor:
-        return ours.propose(state, features, tokens, torch.tensor([tokens.shape[1]])).logits
+        with standing_in(packed):
+            return ours.propose(state, features, tokens, torch.tensor([tokens.shape[1]])).logits
 
     times: dict[Any, list[float]] = {original: [], here: []}
     for number in range(args.rounds + 1):

@@ -42,7 +42,7 @@ def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool 
             if mode == _GREEDY:
                 in_batch = batch.generated[row : row + 1, : stock.generated.shape[1]]
                 text = torch.cat([stock.inputs["input_ids"], in_batch], dim=1)
-                (parted["control"],) = differences(stock, replace(stock, sequences=text))
+                ((parted["control"],),) = differences(stock, replace(stock, sequences=text))
             entries = {name: _entry(one) for name, one in parted.items()}
             findings.append({"mode": mode, "prompt": row + 1, **entries})
     attention = TreeAttention(pair.model)

@@ -105,48 +105,69 @@ class Difference:
 
 def compare(stock: Run, other: Run, found: list[Difference | None] | None = None) -> Verdict:
     """Compare a run with stock's, the generator included; by their `differences`, if those are `found` already."""
-    found = differences(stock, other) if found is None else found
+    if found is None:
+        (found,) = differences(stock, other)
     ties = sum(one is not None and one.near_tie for one in found)
     apart = sum(one is not None for one in found) - ties
     same = bool(ties or apart) or torch.equal(stock.generator, other.generator)
     return Verdict(len(found), ties, apart, same)
 
 
-def differences(stock: Run, other: Run) -> list[Difference | None]:
-    """Find the first difference of each row, None where there is none; an end at another place is one too.
+def differences(stock: Run, *others: Run) -> list[list[Difference | None]]:
+    """Find the first difference of each row of each run, None where there is none; an end at another place is one too.
 
-    Where tokens differ, the stock run is repeated, to see how close its choices were.
+    Where tokens differ, the stock run is repeated, once for all others, to see how close its choices were.
     """
-    if torch.equal(stock.sequences, other.sequences):
-        return [None] * len(stock.sequences)
-    shared = min(stock.generated.shape[1], other.generated.shape[1])
-    apart = stock.generated[:, :shared] != other.generated[:, :shared]
-    if not apart.any():
-        # One row's near-tie may change how much padding follows the others, and nothing else.
-        return [Difference(shared, gap=inf, ulp=0.0, allowed=0.0), *[None] * (len(apart) - 1)]
-    kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    torch.manual_seed(stock.seed)
-    told = stock.model.generate(**stock.inputs, **stock.options, **kept)
-    # Stock returns logits in float32, whatever the model's dtype.
-    dtype = coarsest(narrow_dtype(torch.stack(told.logits)) or stock.model.dtype, rounding_of(stock.model))
-    config = stock.options.get("generation_config") or stock.model.generation_config
-    sampled = stock.options.get("do_sample", config.do_sample)
-    found: list[Difference | None] = []
-    for row, differs in enumerate(apart):
-        if not differs.any():
-            found.append(None)
-            continue
-        position = int(differs.nonzero()[0])
-        scores = told.scores[position].float()
-        if sampled:
-            torch.manual_seed(stock.seed)
+    repeated: _Choices | None = None
+    found: list[list[Difference | None]] = []
+    for other in others:
+        shared = min(stock.generated.shape[1], other.generated.shape[1])
+        apart = stock.generated[:, :shared] != other.generated[:, :shared]
+        parted: list[Difference | None] = [None] * len(apart)
+        if apart.any():
+            repeated = repeated or _Choices.of(stock)
+            for row in apart.any(1).nonzero()[:, 0].tolist():
+                position = int(apart[row].nonzero()[0])
+                parted[row] = repeated.difference(row, position, int(other.generated[row, position]))
+        elif not torch.equal(stock.sequences, other.sequences):
+            # One row's near-tie may change how much padding follows the others, and nothing else.
+            parted[0] = Difference(shared, gap=inf, ulp=0.0, allowed=0.0)
+        found.append(parted)
+    return found
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """What a run of stock chose its tokens from."""
+
+    dtype: torch.dtype  # that the logits round like
+    logits: tuple[Tensor, ...]  # [B, V] of each token
+    scores: tuple[Tensor, ...]  # the same, processed
+    seed: int | None  # of what the tokens were drawn with; None if they were not
+
+    @classmethod
+    def of(cls, stock: Run) -> _Choices:
+        """Repeat a run, and keep its scores."""
+        kept = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+        torch.manual_seed(stock.seed)
+        told = stock.model.generate(**stock.inputs, **stock.options, **kept)
+        # Stock returns logits in float32, whatever the model's dtype.
+        dtype = coarsest(narrow_dtype(torch.stack(told.logits)) or stock.model.dtype, rounding_of(stock.model))
+        config = stock.options.get("generation_config") or stock.model.generation_config
+        sampled = stock.options.get("do_sample", config.do_sample)
+        return cls(dtype, told.logits, told.scores, stock.seed if sampled else None)
+
+    def difference(self, row: int, position: int, token: int) -> Difference:
+        """Return what it means that another run has `token` at a position of a row."""
+        scores = self.scores[position].float()
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
             for _ in range(position + 1):
                 noise = torch.empty_like(scores).exponential_(1)
             scores = scores.log_softmax(-1) - noise.log()
-        top = float(told.logits[position][row].max())
-        gap = float(scores[row].max() - scores[row, other.generated[row, position]])
-        found.append(Difference(position, gap, ulp(dtype, top), tolerance(dtype, top)))
-    return found
+        top = float(self.logits[position][row].max())
+        gap = float(scores[row].max() - scores[row, token])
+        return Difference(position, gap, ulp(self.dtype, top), tolerance(self.dtype, top))
 
 
 def tolerance(dtype: torch.dtype, logit: float) -> float:

@@ -156,13 +156,13 @@ def measure(
         if timed is not None:
             one.runs[timed].append(done)
             one.peak = max(one.peak, torch.cuda.max_memory_allocated(device)) if on_cuda else 0
-    stock = {(one.batch, one.mode): one for one in measurements if one.method == STOCK}
-    for one in measurements:
-        if one.verdict is not None:
-            pairs = zip(stock[one.batch, one.mode].runs, one.runs, strict=True)
-            for theirs, drafted in chain.from_iterable(zip(*both, strict=True) for both in pairs):
-                found = differences(theirs, drafted)
-                one.verdict += compare(theirs, drafted, found)
+    for stock in [one for one in measurements if one.method == STOCK]:
+        alike = (one for one in measurements if (one.batch, one.mode) == (stock.batch, stock.mode))
+        others = [one for one in alike if one.verdict is not None]
+        calls = zip(*(chain.from_iterable(one.runs) for one in (stock, *others)), strict=True)
+        for theirs, *drafted in calls:
+            for one, other, found in zip(others, drafted, differences(theirs, *drafted), strict=True):
+                one.verdict = (one.verdict or Verdict()) + compare(theirs, other, found)
                 one.differences += found
     return measurements
 

@@ -42,7 +42,7 @@ def test_gap_is_to_the_token_that_was_written(sampled: bool, by: str) -> None:
     other = stock.sequences.clone()
     token = int(other[0, 9] + 1) % VOCABULARY
     other[0, 9:] = token
-    found = differences(stock, replace(stock, sequences=other))[0]
+    ((found,),) = differences(stock, replace(stock, sequences=other))
     assert found.position == 3
 
     with torch.no_grad():
@@ -59,12 +59,30 @@ def test_gap_is_to_the_token_that_was_written(sampled: bool, by: str) -> None:
     assert not found.near_tie
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+def test_stock_is_repeated_once_for_all(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_target("llama")
+    options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": 6, **({"top_k": 0} if sampled else {})}
+    stock = run(model, prompts([6, 4]), options, seed=3)
+    others = []
+    for row, place in ((0, 9), (1, 7)):
+        other = stock.sequences.clone()
+        other[row, place] = (other[row, place] + 1) % VOCABULARY
+        others.append(replace(stock, sequences=other))
+    apart = [differences(stock, other)[0] for other in others]
+    seeds, generate = [], model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: (seeds.append(torch.initial_seed()), generate(**given))[1])
+    assert differences(stock, stock, *others) == [[None, None], *apart]
+    assert seeds == [3]
+    assert [[one and one.position for one in rows] for rows in apart] == [[3, None], [None, 1]]
+
+
 def test_an_end_at_another_place_is_no_near_tie() -> None:
     model = tiny_target("llama")
     inputs = prompts([6, 4])
     stock = run(model, inputs, {"do_sample": False, "max_new_tokens": 6})
     short = run(model, inputs, {"do_sample": False, "max_new_tokens": 5})
-    found = differences(stock, short)
+    (found,) = differences(stock, short)
     assert isinstance(found[0], Difference)
     assert isinf(found[0].gap)
     assert not found[0].near_tie

@@ -41,7 +41,8 @@ def test_demo_shows_that_nothing_changed(capsys: pytest.CaptureFixture[str]) -> 
 def test_demo_in_colour_with_a_false_head(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A wrong token: the verdict has to notice."""
 
-    def wrong(stock: Run, drafted: Run) -> list[Difference | None]:
+    def wrong(stock: Run, *others: Run) -> list[list[Difference | None]]:
+        (drafted,) = others
         sequences = drafted.sequences.clone()
         sequences[0, -3] += 1
         return differences(stock, replace(drafted, sequences=sequences))
