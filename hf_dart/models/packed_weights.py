@@ -181,10 +181,10 @@ def packable(model: PreTrainedModel, *further: nn.Module) -> list[nn.Linear]:
     """Return the layers whose weights can be packed, for which modules are looked through where there may be any."""
     if model.device.type != "cpu" or not packs(model.dtype):
         return []
-    parts = dict.fromkeys([*parts_of(model), *further])
+    parts, dtype = dict.fromkeys([*parts_of(model), *further]), model.dtype
     linear = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     # LoRA's are not worth it.
-    return [layer for layer in linear if is_plain(layer.weight, model.dtype) and min(layer.weight.shape) > _ROWS]
+    return [layer for layer in linear if is_plain(layer.weight, dtype) and min(layer.weight.shape) > _ROWS]
 
 
 def packs(dtype: torch.dtype) -> bool:

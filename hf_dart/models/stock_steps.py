@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,9 +30,15 @@ _STOCK_STEP = inspect.signature(GenerationMixin.prepare_inputs_for_generation).p
 CACHE = "cache" if "cache" in _STOCK_STEP else "past_key_values"
 
 
+@cache
+def _arguments(forward: Any) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a class's forward, which every call and every round asks for."""
+    return inspect.signature(forward).parameters
+
+
 def cache_name(model: nn.Module) -> str:
     """Return the name of a model's argument for a cache; before transformers 5.24, Mamba had one of its own."""
-    own = "cache_params" in inspect.signature(type(model).forward).parameters
+    own = "cache_params" in _arguments(type(model).forward)
     return "cache_params" if own and CACHE == "past_key_values" else CACHE
 
 
@@ -44,7 +51,7 @@ def cache_after(target: PreTrainedModel, outputs: Any, given: Cache) -> Any:
 def takes_positions(target: PreTrainedModel) -> bool:
     """Return True if the target takes `position_ids`; otherwise it counts positions itself."""
     # Look at the class: a user's replacement of an instance's `forward` may not name all arguments that it passes on.
-    parameters = inspect.signature(type(target).forward).parameters
+    parameters = _arguments(type(target).forward)
     return "position_ids" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
 
 

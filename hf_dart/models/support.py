@@ -40,12 +40,13 @@ def refuse_target(model: PreTrainedModel) -> None:
             "An aLoRA adapter works from its invocation tokens on, which it does not find in a token tree; call "
             "generate without assistant=."
         )
-    if drops_out(model):
+    training = [part for part in parts_of(model) if part.training]
+    if any(map(_draws, training)):
         raise ValueError(
             "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
             "first."
         )
-    if any(part.training and getattr(part, "gradient_checkpointing", False) for part in parts_of(model)):
+    if any(getattr(part, "gradient_checkpointing", False) for part in training):
         raise ValueError(
             "In train mode with gradient checkpointing the target keeps no cache; call model.eval() first, or turn "
             "gradient checkpointing off."
