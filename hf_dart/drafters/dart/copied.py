@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.drafters.dart.modeling import DartModel
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.errors import sentence
 from hf_dart.models.attention import added_mask, for_trees
@@ -71,7 +70,7 @@ def copied_fields(target: PreTrainedModel, first: int | Literal["last"], **confi
     return {**fields, "feature_layers": sorted({*fields["feature_layers"], first})}  # what the first of them reads
 
 
-def initialise(head: DartModel, target: PreTrainedModel) -> None:
+def initialise(head: Any, target: PreTrainedModel) -> None:
     """Start as the target's own layers: see the module's docstring."""
     config = head.config
     assert config.copied_layer is not None
@@ -87,7 +86,7 @@ def initialise(head: DartModel, target: PreTrainedModel) -> None:
             head.norm.weight.copy_(last.weight)
 
 
-def fill(head: DartModel, target: PreTrainedModel) -> None:
+def fill(head: Any, target: PreTrainedModel) -> None:
     """Copy the layers that the head's config names from `target`, and freeze them."""
     config = head.config
     assert config.copied_layer is not None

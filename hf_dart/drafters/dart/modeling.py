@@ -1,9 +1,4 @@
-"""The network of a draft head: target features and next-token embeddings in, d token distributions out, in one pass.
-
-The architecture is that of DART (arXiv 2601.19278, section 3.1): position i carries the fused features of
-the target at i and the embedding of token i + 1; d - 1 mask slots follow the last real position; logits are
-shifted, so that the last real position predicts the first draft token and mask slot j the token j + 1.
-"""
+"""Parts of a draft head: what goes into its layers, the editor of its drafts and the selector of pairs of tokens."""
 
 from __future__ import annotations
 
@@ -14,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm
-from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.devices import device_of, state_of
 from hf_dart.models.features import table_of
 
@@ -41,7 +34,7 @@ class Entries(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """The edit pass of `DartModel.forward`."""
+    """The edit pass of `DartHead.forward`."""
 
     mask: Tensor  # [B, 1, M, T + M] what the slots attend to
     draft: Callable[[Tensor], Tensor]  # from states [B, T + M, H] of the first pass to tokens [B, M]; -1 stays masked
@@ -73,144 +66,6 @@ class Editor(nn.Module):
     def forward(self, first: Tensor, again: Tensor) -> Tensor:
         """Hidden states [..., H] of the edited draft, from those of the first draft and of the pass over it."""
         return first + self.correction(again)
-
-
-class DartModel(TrainedDrafter):
-    """The network of a [`DartHead`]: its modules, and the pass that training runs."""
-
-    config_class = DartConfig
-    config: DartConfig
-    described_as = "DART head"
-    base_model_prefix = "dart"
-    main_input_name = "features"
-    _no_split_modules = ["DartLayer"]  # noqa: RUF012
-
-    def __init__(self, config: DartConfig) -> None:
-        super().__init__(config)
-        self.fusion_norm = fusion_norm(config)
-        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=config.fusion_bias)
-        self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
-        pairs = config.input_form == "pair"
-        self.embedding_projection = None if pairs else nn.Linear(config.embedding_size, config.hidden_size, bias=False)
-        if pairs:
-            self.feature_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        slot_width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
-        if config.mask_mode == "peagle":
-            slot_width = config.features_width
-        # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
-        self.mask_slot = nn.Embedding(1, slot_width)
-        first = [pairs and index == 0 for index in range(config.num_layers)]
-        self.layers = nn.ModuleList(DartLayer.of(config, pairs=one, normed=not one) for one in first)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.make_tables(config)
-        self.selector = BigramSelector(config) if config.selector_rank else None
-        self.editor = Editor(config) if config.editor else None
-        self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, BigramSelector):
-            first = module.candidate.get_parameter("2.weight") if module.context is None else module.context.weight
-            for weight in (first, module.log_scale.weight, module.log_weight.weight):  # then delta is zero
-                nn.init.zeros_(weight)
-        elif isinstance(module, Editor):
-            nn.init.zeros_(module.correction.weight)
-        else:
-            super()._init_weights(module)
-
-    # ---- the pass -----------------------------------------------------------------------------------
-
-    def inputs(self, features: Tensor, embeddings: Tensor) -> Entries:
-        """Return the first layer's entries of positions i, from features [B, T, F] and embeddings of tokens i + 1."""
-        return self._entries(fuse(features, self.fusion_norm, self.fc), self.embedding_norm(embeddings))
-
-    def _entries(self, fused: Tensor, token: Tensor) -> Entries:
-        """Make entries of fused features [B, T, H] and normed embeddings [B, T, E]."""
-        if self.embedding_projection is not None:
-            stream = fused + self.embedding_projection(token)
-            return Entries(stream, stream)
-        known = self.feature_norm(fused)
-        residual = known if self.config.norm_before_residual else fused
-        return Entries(torch.cat([token, known], dim=-1), residual)
-
-    def slot_inputs(self, batch: int, count: int) -> Entries:
-        """Return the entries [B, count, ...] of mask slots, alike; the first H of a learned vector are the residual."""
-        learned = self.mask_slot.weight[None]
-        if self.config.mask_mode == "peagle":
-            # Filled in place: a CUDA graph takes no number from the host.
-            where = device_of(self.shared.embeddings)
-            assert self.config.mask_token_id is not None
-            token = torch.full((1, 1), self.config.mask_token_id, dtype=torch.long, device=where)
-            slot = self.inputs(learned, self.embed(token))
-        else:
-            slot = Entries(learned, learned[..., : self.config.hidden_size])
-        return Entries(*(part.expand(batch, count, -1) for part in slot))
-
-    def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """Return the entries of slots that hold draft tokens [B, M] (`Editor`); where one is -1, its slot stays masked.
-
-        `hidden` [B, M, H] is that of the first pass at these slots.
-        """
-        assert self.editor is not None
-        slots = self.slot_inputs(*tokens.shape)
-        token = self.embedding_norm(self.embed(tokens.clamp(min=0)))
-        edited = self._entries(self.editor.features(token, hidden), token)
-        return edited.where((tokens >= 0).to(edited.x.device), slots)
-
-    def forward(
-        self,
-        features: Tensor,  # [B, T, F]
-        next_embeddings: Tensor,  # [B, T, E]
-        positions: Tensor,  # [B, T + M]
-        attention_mask: Tensor | None,  # [B, 1, T + M, T + M] bool
-        edits: Edits | None = None,
-        wanted: Tensor | None = None,  # [B, W] entries
-        wanted_mask: Tensor | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
-    ) -> Tensor:
-        """Run the training pass: T real positions, then M mask slots of many blocks.
-
-        The edit pass runs the slots alone; keys and values of the real positions are those of the first pass. With
-        `wanted`, which goes without it, the last layer gives real positions keys and values only, unless they are
-        asked for; a head of one layer then needs no `attention_mask`.
-
-        Returns:
-            Hidden states [B, T + M or W, H] after the final norm; with `edits` those of both passes, [2, B, T + M, H].
-        """
-        if any(self.config.windows):
-            raise ValueError("This head's layers see a window of the text, and are trained by the code that made them.")
-        batch, real = features.shape[:2]
-        slots = self.slot_inputs(batch, positions.shape[1] - real)
-        x, residual = self.inputs(features, next_embeddings).followed_by(slots)
-        rotation = self.rotation(positions)
-        known: list[tuple[Tensor, Tensor]] = []  # keys and values of real positions, in the order of their use
-
-        def keep(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            known.append((key[:, :, :real], value[:, :, :real]))
-            return key, value
-
-        *before, last = self.layers
-        remember = None if edits is None else keep
-        for layer in before:
-            x = residual = layer(x, residual, rotation, attention_mask, remember)
-        mask = attention_mask if wanted is None else wanted_mask
-        first = self.final(last(x, residual, rotation, mask, remember, wanted))
-        if edits is None:
-            return first
-        assert self.editor is not None
-        x, residual = self.edit_inputs(edits.draft(first), first[:, real:])
-        places, left = self.rotation(positions[:, real:]), iter(known)
-
-        def recall(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            known_key, known_value = next(left)
-            return torch.cat([known_key, key], dim=2), torch.cat([known_value, value], dim=2)
-
-        for layer in self.layers:
-            x = residual = layer(x, residual, places, edits.mask, recall)
-        again = self.editor(first[:, real:], self.final(x))
-        return torch.stack([first, torch.cat([first[:, :real], again], dim=1)])
-
-    def final(self, x: Tensor) -> Tensor:
-        """Apply the final norm to the last layer's output [..., H], for the LM head."""
-        return self.norm(self.norm(x)) if self.config.double_norm else self.norm(x)
 
 
 class BigramSelector(nn.Module):
