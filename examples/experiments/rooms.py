@@ -1,4 +1,4 @@
-"""Measures how the library's files hang together: `python examples/experiments/rooms.py`.
+"""Measures how the library's files hang together, and how large it is: `python examples/experiments/rooms.py`.
 
 Every import counts, also those inside functions and under `TYPE_CHECKING`. `lint-imports` checks the order of rooms.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -80,18 +80,32 @@ def hidden(path: Path) -> int:
     return sum(isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) for node in ast.walk(tree))
 
 
+def lines_of(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text(encoding="utf8").splitlines()) for path in paths)
+
+
+def own_bases(kind: type) -> list[str]:
+    """The names of a class's bases that stand in its own package."""
+    package = kind.__module__.partition(".")[0]
+    return [base.__name__ for base in kind.__mro__[1:] if base.__module__.partition(".")[0] == package]
+
+
 def main(package: Path) -> int:
     known = modules(package)
     graph = {name: imports(name, path, known) for name, path in known.items()}
     found = circles(graph)
     for circle in found:
         print(f"circle of {len(circle)}: {', '.join(circle)}")
-    lines = sum(len(path.read_text(encoding="utf8").splitlines()) for path in known.values())
     entries = sorted(path.name for path in package.iterdir() if path.name != "__pycache__")
     print(f"circles: {len(found)}, of {sum(map(len, found))} files")
     print(f"TYPE_CHECKING blocks: {sum(map(hidden, known.values()))}")
-    print(f"files: {len(known)}, lines: {lines}")
+    print(f"files: {len(known)}, lines: {lines_of(known.values())}")
     print(f"top-level entries: {len(entries)} ({', '.join(entries)})")
+    if package == ROOT / "hf_dart":
+        from hf_dart import DartHead
+
+        print(f"lines of tests: {lines_of((ROOT / 'tests').rglob('*.py'))}")
+        print(f"own bases of DartHead: {', '.join(own_bases(DartHead))}")
     return bool(found)
 
 
