@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
@@ -133,9 +134,9 @@ def check_verification(
     if not (new or further):
         return
     started = perf_counter()
-    with as_before(model):  # by itself: the first forward of all may unpack weights
+    with as_before(model), _without_row_adapters(model):  # by itself: the first forward of all may unpack weights
         trial = _Trial(model, pads)
-    with as_before(model):
+    with as_before(model), _without_row_adapters(model):
         longest = max(table, text or 0) - len(TRIAL_TREE)
         near = [mark for mark in trial.marks if mark <= slots and further]
         marked = {min(mark + shift, longest) for mark in near for shift in (_BEFORE, _AFTER)}
@@ -155,6 +156,23 @@ def check_verification(
     case = (*identity(model), pads)  # of unpacked weights
     passed[case] = max(passed.get(case, 0), slots, min(ahead, default=sys.maxsize))
     passed[case, weights] = 0
+
+
+@contextmanager
+def _without_row_adapters(model: PreTrainedModel) -> Iterator[None]:
+    """Leave out PEFT's hooks for `adapter_names=`, an adapter for each row of the call: a trial has other rows."""
+    held = []
+    for part in parts_of(model):
+        hooks = part._forward_pre_hooks
+        kept = {key: hook for key, hook in hooks.items() if "adapter_names" not in getattr(hook, "keywords", {})}
+        if len(kept) < len(hooks):
+            held.append((part, hooks))
+            part._forward_pre_hooks = OrderedDict(kept)
+    try:
+        yield
+    finally:
+        for part, hooks in held:
+            part._forward_pre_hooks = hooks
 
 
 class _Trial:

@@ -111,6 +111,21 @@ def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> N
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_an_adapter_for_each_row(target: Any, head: DartHead, rows: int) -> None:
+    """The trial of the first call has other rows."""
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = get_peft_model(target, adapter)
+    wrapped.add_adapter("other", adapter)
+    wrapped.double().eval()
+    inputs, names = prompts([9, 3, 7, 12][:rows]), ["other", "default", "__base__", "other"][:rows]
+    mixed, _ = assert_identical(wrapped, head, inputs, **SAMPLED, adapter_names=names)
+    assert drafted(head)
+    alike, _ = assert_identical(wrapped, head, inputs, **SAMPLED)
+    assert not torch.equal(mixed.sequences, alike.sequences), "the adapters were to change the text"
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
 @pytest.mark.parametrize("on", [{"target_modules": ["q_proj", "embed_tokens"]}, {"trainable_token_indices": [3, 5]}])
 def test_adapters_of_the_embeddings(target: Any, on: dict[str, Any]) -> None:
     """Their wrappers of the table do not tell its size."""
