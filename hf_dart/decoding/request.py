@@ -226,7 +226,7 @@ def refuse_options(
             "assistant= out."
         )
     named = [
-        (config.use_cache is False, "use_cache=False", "use_cache=True"),
+        (not config.use_cache, f"use_cache={config.use_cache}", "use_cache=True"),
         (bool(config.is_assistant), "is_assistant=True", "is_assistant=False"),
         (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
         (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),

@@ -18,6 +18,7 @@ from hf_dart.models.features import lm_head_of, table_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+_WHOLE, _LONGEST = 16, 1 << 16  # rows of a weight that are looked at as they are, and words of each
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)  # that the bits of a weight are read as, if they fit
 
 # The device that `torch.set_default_device` named, while our own bookkeeping is on the CPU.
@@ -89,7 +90,8 @@ def state_of(weight: Any) -> tuple[Any, ...]:
 def contents_of(weights: Iterable[Tensor]) -> list[tuple[int, ...]]:
     """Keys that change with the values of weights, whoever writes to them; each weight is read once.
 
-    Fused optimizers and writes to `.data` change no version. Weights on "meta", or of subclasses, have theirs alone.
+    Fused optimizers and writes to `.data` change no version. Rows are told apart by their sums, and the order within
+    them by some that are looked at as they are. Weights on "meta", or of subclasses, have their versions alone.
     """
     found = list[tuple[int, ...]]()
     for weight in weights:
@@ -100,8 +102,10 @@ def contents_of(weights: Iterable[Tensor]) -> list[tuple[int, ...]]:
         flat, size = weight.detach().contiguous().view(-1), weight.itemsize
         row = weight[0].numel() * size if weight.dim() > 1 else size
         fits = (word for word in _WORDS if not (row % word.itemsize or flat.storage_offset() * size % word.itemsize))
-        sums = flat.view(next(fits)).view(len(weight) if weight.dim() else 1, -1).sum(1, dtype=torch.int64)
-        found.append((*known, hash(sums.cpu().numpy().tobytes())))
+        rows = flat.view(next(fits)).view(len(weight) if weight.dim() else 1, -1)
+        whole = rows[:: max(1, len(rows) // _WHOLE), :_LONGEST]
+        parts = (rows.sum(1, dtype=torch.int64), whole)
+        found.append((*known, *(hash(part.cpu().numpy().tobytes()) for part in parts)))
     return found
 
 

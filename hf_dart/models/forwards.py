@@ -5,10 +5,12 @@ Calls of the model in other threads, and by stock, go on to the forward that the
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -40,6 +42,13 @@ class StandIn:
         del vars(self.module)["forward"]
         if self.before is not None:
             vars(self.module)["forward"] = self.before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Return the forward of a copy of the module, of which no call is under way."""
+        if self.before is not None:
+            return copy.deepcopy(self.before, memo)
+        module = copy.deepcopy(self.module, memo)
+        return MethodType(type(module).forward, module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the module's forward returns."""

@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "multi-token prediction": ({"use_mtp": True}, "use_mtp"),
     "sampled beams": ({"num_beams": 2}, "num_beams"),
     "no cache": ({"use_cache": False}, "use_cache"),
+    "no cache, by None": ({"use_cache": None}, "use_cache=None"),  # stock makes one and reads the text twice
     "offloaded": ({"cache_implementation": "offloaded"}, "cache"),
     "offloaded static": ({"cache_implementation": "offloaded_static"}, "cache"),
     "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),

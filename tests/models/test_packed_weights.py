@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from threading import Thread
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -14,10 +16,11 @@ from support.compare import assert_identical_up_to_near_ties, tally
 from support.families import needs_running_states
 from support.tiny import tiny_head, tiny_target
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hf_dart import attach, detach
 from hf_dart.models import packed_weights as packing
-from hf_dart.models.forwards import standing_in
+from hf_dart.models.forwards import StandIn, standing_in
 from hf_dart.models.packed_weights import pack, packed_weights
 from hf_dart.models.trial import forget
 
@@ -168,6 +171,23 @@ def test_two_calls_share_what_stands_in(target: Any) -> None:
     assert torch.equal(target.lm_head(hidden), plain)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_a_copy_of_a_target_that_is_in_use(target: Any, own: bool) -> None:
+    """It has its own forwards and reads its own weights, as plain ones."""
+    if own:
+        target.lm_head.forward = MethodType(lambda self, hidden: nn.Linear.forward(self, hidden) * 2, target.lm_head)
+    pack(target)
+    spoil(target)
+    hidden = torch.ones(4, target.config.hidden_size)
+    with torch.no_grad(), standing_in(packed_weights(target)):
+        twin = copy.deepcopy(target)
+        twin.lm_head.weight.mul_(3)
+        plain = F.linear(hidden, twin.lm_head.weight) * (2 if own else 1)
+        assert torch.equal(twin.lm_head(hidden), plain)
+    assert torch.equal(twin.lm_head(hidden), plain)
+    assert not any(isinstance(vars(part).get("forward"), StandIn) for part in twin.modules())
+
+
 def test_a_forward_of_the_users_own_stays(target: Any) -> None:
     """Accelerate puts its hooks into instances, also into layers that are packed by then."""
     pack(target)
@@ -214,6 +234,8 @@ UNCOUNTED: dict[str, Callable[[nn.Parameter], Any]] = {
     "a fused optimizer": fused_step,
     "one number of .data": lambda weight: weight.data[3, 5].add_(1e-6),
     "rows that change places": lambda weight: weight.data.copy_(weight.data.flip(0)),
+    "columns that change places": lambda weight: weight.data.copy_(weight.data.roll(2, 1)),
+    "columns that change sign": lambda weight: weight.data[:, 1:8:2].neg_(),  # sums of words are the same
 }
 
 
