@@ -162,7 +162,8 @@ def measure(
         calls = zip(*(chain.from_iterable(one.runs) for one in (stock, *others)), strict=True)
         for theirs, *drafted in calls:
             for one, other, found in zip(others, drafted, differences(theirs, *drafted), strict=True):
-                one.verdict = (one.verdict or Verdict()) + compare(theirs, other, found)
+                assert one.verdict is not None
+                one.verdict += compare(theirs, other, found)
                 one.differences += found
     return measurements
 

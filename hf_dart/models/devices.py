@@ -90,8 +90,9 @@ def state_of(weight: Any) -> tuple[Any, ...]:
 def contents_of(weights: Iterable[Tensor]) -> list[tuple[int, ...]]:
     """Keys that change with the values of weights, whoever writes to them; each weight is read once.
 
-    Fused optimizers and writes to `.data` change no version. Rows are told apart by their sums, and the order within
-    them by some that are looked at as they are. Weights on "meta", or of subclasses, have their versions alone.
+    Fused optimizers and writes to `.data` change no version. Sums of rows tell all but the order within rows, which is
+    looked at in `_WHOLE` of them: what changes places in every row shows. Weights on "meta", or of subclasses, have
+    their versions alone.
     """
     found = list[tuple[int, ...]]()
     for weight in weights:

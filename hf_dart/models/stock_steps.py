@@ -32,7 +32,7 @@ CACHE = "cache" if "cache" in _STOCK_STEP else "past_key_values"
 
 @cache
 def _arguments(forward: Any) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of a class's forward, which every call and every round asks for."""
+    """Return the parameters of a class's forward, which every call asks for."""
     return inspect.signature(forward).parameters
 
 

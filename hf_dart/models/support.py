@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache
@@ -40,7 +40,7 @@ def refuse_target(model: PreTrainedModel) -> None:
             "An aLoRA adapter works from its invocation tokens on, which it does not find in a token tree; call "
             "generate without assistant=."
         )
-    training = [part for part in parts_of(model) if part.training]
+    training = in_training(model)
     if any(map(_draws, training)):
         raise ValueError(
             "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
@@ -54,7 +54,7 @@ def refuse_target(model: PreTrainedModel) -> None:
 
 
 def drops_out(model: nn.Module) -> bool:
-    return any(part.training and _draws(part) for part in parts_of(model))
+    return any(map(_draws, in_training(model)))
 
 
 def _draws(part: nn.Module) -> bool:
@@ -75,6 +75,17 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     for part in found:
         found.extend(inner for inner in part._modules.values() if inner is not None)
     return found
+
+
+def in_training(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model that are in train mode."""
+    return [part for part in parts_of(model) if part.training]
+
+
+def parameters_of(model: nn.Module) -> list[Tensor]:
+    """All weights of a model, each once; several times faster than `model.parameters()`."""
+    found = (weight for part in parts_of(model) for weight in part._parameters.values())
+    return list(dict.fromkeys(weight for weight in found if weight is not None))
 
 
 def refuse_cache(cache: Any) -> Cache:

@@ -34,7 +34,7 @@ from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
 from hf_dart.models.stock_steps import StockSteps, cache_name
-from hf_dart.models.support import parts_of, refuse_cache, refuse_compressed, refuse_target
+from hf_dart.models.support import in_training, parts_of, refuse_cache, refuse_compressed, refuse_target
 from hf_dart.models.tolerance import allowance, coarsest, difference
 from hf_dart.models.verify import MaskKind, Verifier, layer_windows, mask_kinds
 from hf_dart.trees.tree import DraftTree
@@ -95,7 +95,7 @@ def _unmoved(model: PreTrainedModel) -> Iterator[None]:
     yield
     if not torch.equal(generator_state(device), before):
         set_generator_state(device, before)
-        mode = "call model.eval() first, or " if any(part.training for part in parts_of(model)) else ""
+        mode = "call model.eval() first, or " if in_training(model) else ""
         raise _RefusalError(
             f"{type(model).__name__} draws random numbers in its forward, so that its tokens depend on how often it "
             f"runs; {mode}call generate without assistant=."

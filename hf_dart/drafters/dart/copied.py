@@ -73,8 +73,6 @@ def copied_fields(target: PreTrainedModel, first: int | Literal["last"], **confi
 def initialise(head: Any, target: PreTrainedModel) -> None:
     """Start as the target's own layers: see the module's docstring."""
     config = head.config
-    assert config.copied_layer is not None
-    assert head.embedding_projection is not None
     with torch.no_grad():
         head.fc.weight.zero_()
         # hidden_states[k] is what layer k reads.
@@ -89,7 +87,6 @@ def initialise(head: Any, target: PreTrainedModel) -> None:
 def fill(head: Any, target: PreTrainedModel) -> None:
     """Copy the layers that the head's config names from `target`, and freeze them."""
     config = head.config
-    assert config.copied_layer is not None
     sources = _layers(target, config.copied_layer, config.num_layers)
     states = [_weights(layer, target) for layer in sources]
     found = fingerprint(weight for state in states for weight in state.values())
