@@ -199,14 +199,7 @@ class RowGrammar:
                     paths[node] = [*paths[parent], token]
         if len(paths) > len(found):
             return found
-        place = {node: number for number, node in enumerate(paths, start=-1)}
-        nodes = [*paths][1:]
-        return Copies(
-            [found.tokens[node] for node in nodes],
-            [place[found.parents[node]] for node in nodes],
-            [found.depths[node] for node in nodes],
-            [found.totals[node] for node in nodes],
-        )
+        return found.only([*paths][1:])
 
     def restrict(self, proposal: Proposal, row: int) -> None:
         """Take what is not allowed out of the draft of a row, up to the token after what is forced."""

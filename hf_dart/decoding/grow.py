@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
-from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -29,7 +28,16 @@ from hf_dart.decoding.grammars import grammars_of
 from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, Memory, RowCopies, best_size, with_copies
+from hf_dart.trees.copies import (
+    NOTHING,
+    Copies,
+    CopyLevels,
+    Memory,
+    RowCopies,
+    best_size,
+    tree_of_copies,
+    with_copies,
+)
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores
@@ -73,7 +81,6 @@ class TreeGrower:
         self.grammars = grammars_of(processors, texts)
         self._formula = DraftScores(config, drafter.ngram)
         self._cost = cost or partial(config.round_cost, len(texts), device.type)
-        self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long))
 
     @classmethod
     def joint(cls, growers: list[TreeGrower], most: int, cost: Callable[[bool], RoundCost]) -> TreeGrower:
@@ -82,7 +89,6 @@ class TreeGrower:
         joint._texts = [text for grower in growers for text in grower._texts]
         joint._most, joint._cost, joint.copied = most, cost, []
         joint.grammars = [grammar for grower in growers for grammar in grower.grammars]
-        joint._roots_alone = DraftTree.chain(torch.zeros((len(joint._texts), 1), dtype=torch.long))
         joint._seen = SeenTokens(joint._texts) if joint._rank.needs_history else None
         return joint
 
@@ -104,13 +110,9 @@ class TreeGrower:
     ) -> DraftTree:
         """Return the trees [B, N] after the last committed tokens, on the CPU."""
         found = self.copies(deepest, ended) if copies is None else copies
-        if self._most == 1 or (proposal is None and not self._may_pay(found, weights)):
-            return replace(self._roots_alone, tokens=self._roots()[:, None])
-        levels = CopyLevels.of(found)
-        if proposal is None:
-            none = torch.empty(len(deepest), 0, 1)
-            return self._grown(none.long(), none[:, :, None], levels, deepest, weights, ended)
-        levels = levels.beside_draft()
+        if self._most == 1 or proposal is None:
+            return self._copied(found, deepest, weights)
+        levels = CopyLevels.of(found).beside_draft()
         for row, grammar in enumerate(self.grammars):
             if grammar is not None:
                 grammar.restrict(proposal, row)
@@ -192,11 +194,13 @@ class TreeGrower:
                 found[row] = grammar.copies(found[row], longest)
         return found
 
-    def _may_pay(self, copies: Sequence[Copies], weights: list[float] | None) -> bool:
-        """Return False if verifying these copies alone cannot pay: an upper bound, for which no tree is grown."""
-        if not any(map(len, copies)) or self._config.nodes is not None:
-            return any(map(len, copies))
-        return best_size(copies, weights or [1 / len(copies)] * len(copies), self._cost(False))[0] > 0
+    def _copied(self, copies: Sequence[Copies], deepest: list[int], weights: list[float] | None) -> DraftTree:
+        """Trees of copied text alone, of the size that pays where there is no given one."""
+        copies = [one.within(most) for one, most in zip(copies, deepest, strict=True)]
+        size = min(self._most - 1, max(map(len, copies)))
+        if size and self._config.nodes is None:
+            size, *_ = best_size(copies, weights or [1 / len(copies)] * len(copies), self._cost(False))
+        return tree_of_copies(self._roots(), copies, size)
 
     def _grown(
         self,
@@ -219,7 +223,7 @@ class TreeGrower:
         if ending is not None and ended is not None:
             ending[ended] = False
         candidates = Candidates(history, columns, scores, self._formula, copies, deepest, ending)
-        cost = self._cost(len(columns[0]) > 0) if self._config.nodes is None else None
+        cost = self._cost(True) if self._config.nodes is None else None
         # Without a table, scoring more paths costs almost nothing.
         beam = self._config.beam if self._formula.context else None
         return grow_on_host(candidates, nodes=self._most, beam=beam, cost=cost, weights=weights)

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from hf_dart.decoding.request import Request
-from hf_dart.drafters.base import Verified
+from hf_dart.drafters.base import Verified, entries_of
 from hf_dart.models.devices import users_default
 
 _ROOM = 512  # tokens after the prompt that there is room for at first
@@ -130,11 +130,9 @@ class Rows:
 
     def recent(self, counts: list[int], width: int) -> Tensor:
         """[B, width] the last `counts[b]` tokens of each row, then its last one again (a pad may be no token)."""
-        if width == 1:
-            return torch.tensor([[text[-1]] for text in self.tokens], device=self._ids.device)
-        ends = torch.tensor(self.emitted)[:, None] + self.prompt_length
-        columns = ends - torch.tensor(counts)[:, None] + torch.arange(width)
-        return self._ids.gather(1, columns.minimum(ends - 1).to(self._ids.device))
+        rows = zip(self.tokens, counts, strict=True)
+        recent = [text[len(text) - count :] + text[-1:] * (width - count) for text, count in rows]
+        return torch.tensor(recent, device=self._ids.device)
 
     def take(self, features: Tensor, path: Tensor, counts: list[int]) -> Verified:
         """Return the positions that a round has verified, each with the token after it.
@@ -143,8 +141,7 @@ class Rows:
         """
         width = max(1, *counts)
         if features.shape[1] > 1:
-            nodes = path[:, :width].to(features.device)
-            features = features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]))
+            features = entries_of(features, path[:, :width])
         return Verified(features, self.recent(counts, width), torch.tensor(counts))
 
     def _reserve(self, column: int) -> int:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.trees.costs import Array, RoundCost
-from hf_dart.trees.tree import STEP
+from hf_dart.trees.tree import STEP, DraftTree
 
 KEYS = (1, 3)  # lengths of the runs of tokens that places are found by
 LONGEST = 32  # matches are not told apart beyond this length
@@ -84,6 +84,19 @@ class Copies:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def only(self, nodes: Sequence[int]) -> Copies:
+        """Return the tree of `nodes`, in their order, among which are the parents of all."""
+        place = {-1: -1} | {node: number for number, node in enumerate(nodes)}
+        parents = [place[self.parents[node]] for node in nodes]
+        tokens, depths, totals = ([part[node] for node in nodes] for part in (self.tokens, self.depths, self.totals))
+        return Copies(tokens, parents, depths, totals)
+
+    def within(self, depth: int) -> Copies:
+        """Return the nodes that are at most `depth` deep."""
+        if not self.depths or max(self.depths) <= depth:
+            return self
+        return self.only([node for node, level in enumerate(self.depths) if level <= depth])
+
     def right(self, depth: int, nodes: int) -> Array:
         """[`depth`] chance that the text is on a path of the first `nodes` nodes at each depth."""
         chances = np.exp(self.totals[:nodes])
@@ -116,6 +129,19 @@ def best_size(copies: Sequence[Copies], weights: Sequence[float], cost: RoundCos
         gains[:size] += weight * np.exp(one.totals[:size])
         levels[:size] = np.maximum(levels[:size], one.depths[:size])
     return cost.best_size(gains, np.maximum.accumulate(levels))
+
+
+def tree_of_copies(roots: Tensor, copies: Sequence[Copies], nodes: int) -> DraftTree:
+    """Trees of the first `nodes` copies of each row below its root [B]; rows that have fewer have empty nodes."""
+    tokens, parents, totals = list[list[int]](), list[list[int]](), list[list[float]]()
+    for root, one in zip(roots.tolist(), copies, strict=True):
+        empty = max(nodes - len(one), 0)
+        tokens.append([root, *one.tokens[:nodes], *[root] * empty])
+        parents.append([-1, *(parent + 1 for parent in one.parents[:nodes]), *[-1] * empty])
+        totals.append([0.0, *one.totals[:nodes], *[-inf] * empty])
+    deepest = max((depth for one in copies for depth in one.depths[:nodes]), default=0)
+    scores = torch.tensor(totals, dtype=torch.float64)
+    return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents), deepest, scores)
 
 
 @dataclass(frozen=True)

@@ -123,9 +123,7 @@ def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
     if first is not None:
         # Copied text goes on after the paths that end in it; [B, W, T] of T deeper nodes.
         above = copies.above(drafted)[:, None]
-        totals = copies.totals[:, first:]
-        if drafted:
-            totals = totals - np.take_along_axis(copies.totals, above[:, 0].clip(0), axis=1)
+        totals = copies.totals[:, first:] - np.take_along_axis(copies.totals, above[:, 0].clip(0), axis=1)
         steps = np.where(limits[:, 0] >= copies.depths[first:], totals, -inf)
         scores = np.where(copied[..., None] == above, best[..., None] + steps[:, None], -inf)
         levels.append(_Level(scores, copies.tokens[:, first:], places))

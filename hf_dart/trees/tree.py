@@ -69,15 +69,19 @@ class DraftTree:
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int, scores: Tensor | None = None) -> DraftTree:
         """Fill in depths and ancestors of `tokens`, `parents` [B, N]; no path is longer than `max_depth`."""
-        known = parents.cpu().numpy()
-        rows, nodes = np.arange(len(known))[:, None], np.arange(known.shape[1])
-        above = np.where(known < 0, nodes, known)  # roots point to themselves
-        reached, up = np.zeros((*known.shape, len(nodes)), dtype=bool), nodes[None]
-        for _ in range(max_depth + 1):
-            reached[rows, nodes, up] = True
-            up = above[rows, up]
-        depths, ancestors = (torch.from_numpy(part).to(tokens.device) for part in (reached.sum(-1) - 1, reached))
-        return cls(tokens, parents, depths, ancestors, max_depth, scores)
+        (rows, size), width = parents.shape, (parents.shape[1] + 7) // 8
+        bits, depths = bytearray(), list[list[int]]()
+        for above in parents.tolist():
+            paths, levels = list[int](), list[int]()  # of each node, the bits of those on its path, and its depth
+            for node, parent in enumerate(above):
+                paths.append(1 << node | (paths[parent] if parent >= 0 else 0))
+                levels.append(levels[parent] + 1 if parent >= 0 else 0)
+            bits += b"".join(path.to_bytes(width, "little") for path in paths)
+            depths.append(levels)
+        packed = np.frombuffer(bits, np.uint8).reshape(rows, size, width)
+        ancestors = torch.from_numpy(np.unpackbits(packed, axis=-1, count=size, bitorder="little").view(bool))
+        device = tokens.device
+        return cls(tokens, parents, torch.tensor(depths).to(device), ancestors.to(device), max_depth, scores)
 
     @classmethod
     def chain(cls, tokens: Tensor, counts: Tensor | None = None) -> DraftTree:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.trees import candidates_of, paths, plainly, random_copies, random_draft
 from surveys.dart_search import NODES, Cases, trees
 
+from hf_dart.trees.copies import tree_of_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.tree import DraftTree
@@ -49,7 +50,13 @@ def test_trees_are_those_of_a_plain_search(
         candidates = replace(candidates, ending=candidates.tokens % 3 == 0)
     # A beam that is no limit: paths of which no node can be among the best are left out.
     beam = 3 if narrow else 10**6
-    tree = grow_on_host(candidates, nodes=nodes, beam=beam)
+    if depth:
+        tree = grow_on_host(candidates, nodes=nodes, beam=beam)
+    else:
+        allowed = [one.within(most) for one, most in zip(copies, limits or [9] * 3, strict=True)]
+        tree = tree_of_copies(torch.tensor([100, 101, 102]), allowed, nodes - 1)
+        assert tree.tokens[:, 0].tolist() == [100, 101, 102]
+        assert tree.size == nodes
     assert tree.scores is not None
     assert (tree.parents[:, 0] == -1).all()
     for row in range(3):
