@@ -111,32 +111,32 @@ class Walker:
         """Return the target's token after every node, [B, N]."""
         scores = logits.to(dtype=torch.float32, device=self._rows.device).flatten(0, 1)
         no_text = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)  # none of the processors reads it
-        for processor in self._processors:  # a list of them would read the signature of each
-            scores = processor(no_text, scores)
-        scores = scores.view_as(logits)
+        scores = _processed(self._processors, no_text, scores).view_as(logits)
         if self._noise is None:
             return scores.argmax(-1)
         window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
         if tree.max_depth:
             window = window[torch.arange(len(window), device=window.device)[:, None], tree.depths.to(window.device)]
-        return drawn(scores.softmax(-1).div_(window))
+        return _drawn(scores.softmax(-1).div_(window))
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """Return the target's next token of a row from its logits [1, V]."""
         # Some processors write to what they are given, and observers read the target's logits afterwards.
         logits = logits.to(dtype=torch.float32, device=self._rows.device, copy=bool(self._processors))
         if self._of_rows is not None:
-            scores = self._of_rows[row](self._rows.ids(row), logits)
+            scores = _processed(self._of_rows[row], self._rows.ids(row), logits)
         else:
             # Some processors take row b of their input for row b of the batch: give them this row's text in every row.
             full = logits.new_zeros(len(self._rows), logits.shape[-1])
             full[row] = logits[0]
             ids = self._rows.ids(row).expand(len(self._rows), -1)  # shorter rows have no text of this length
-            scores = self._processors(ids, full)[row : row + 1]
+            scores = _processed(self._processors, ids, full)[row : row + 1]
         if self._noise is None:
-            return int(scores.argmax(-1))
+            return largest(scores)
         noise = self._noise.exponential(row, self._rows.emitted[row])
-        return int(drawn(scores.softmax(-1) / noise))
+        races = scores.softmax(-1) / noise
+        token = largest(races)
+        return -1 if races[0, token].isnan() else token
 
     def _choose_as_stock(self, logits: Tensor) -> Tensor:
         """Return the target's next tokens [B] from logits [B, V], call by call as in stock's `_sample`.
@@ -191,7 +191,22 @@ def chooses_everywhere(processors: LogitsProcessorList, device: torch.device) ->
     return device.type != "cpu" and scores_alone(processors)
 
 
-def drawn(races: Tensor) -> Tensor:
+def _processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
+    """Return scores [B, V] as known processors leave them; a list of them would read the signature of each one."""
+    for processor in processors:
+        scores = processor(ids, scores)
+    return scores
+
+
+def largest(scores: Tensor) -> int:
+    """Return the first of the tokens with the largest of scores [1, V], or with nan, as `argmax` does.
+
+    On a CPU that takes 7 times as long as NumPy's for 8,192 float32 scores, and 25 times for 262,144.
+    """
+    return int(scores.detach().numpy().argmax()) if scores.device.type == "cpu" else int(scores.argmax(-1))
+
+
+def _drawn(races: Tensor) -> Tensor:
     """Return the winner of each p / E [..., V]; -1 where p is not a distribution."""
     best, tokens = races.max(-1)
     return tokens.masked_fill(best.isnan(), -1)

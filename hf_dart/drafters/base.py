@@ -71,8 +71,10 @@ class Verified(NamedTuple):
 
 def entries_of(states: Tensor, entries: Tensor) -> Tensor:
     """Gather the `entries` [B, A] of each row from `states` [B, T, ...]."""
-    rows = torch.arange(len(entries), device=states.device)[:, None]
-    return states[rows, entries.to(states.device)]
+    entries = entries.to(states.device)
+    if len(entries) == 1:  # takes a third of the time
+        return states.index_select(1, entries[0])
+    return states[torch.arange(len(entries), device=states.device)[:, None], entries]
 
 
 @dataclass(frozen=True)

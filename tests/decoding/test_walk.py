@@ -22,7 +22,7 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, all_known, scores_alone
 from hf_dart.decoding.rows import Rows
-from hf_dart.decoding.walk import MAX_LEAD, NoiseStream, by_uniform, draw_exponential
+from hf_dart.decoding.walk import MAX_LEAD, NoiseStream, by_uniform, draw_exponential, largest
 
 OPTIONS: dict[str, dict[str, Any]] = {
     **SAMPLERS,
@@ -97,6 +97,18 @@ def test_tokens_that_float32_cannot_tell_apart(way: str, monkeypatch: pytest.Mon
         options |= {"return_dict_in_generate": True, "output_scores": True}
     stock, _ = assert_identical(target, head, inputs, **options)
     assert not (stock.sequences[:, 7:] % 2).any(), "of each pair, the first was to be chosen"
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 1000, 40_000])
+def test_the_largest_is_the_one_of_stocks_argmax(size: int) -> None:
+    """Also of equal scores, of infinite ones, and where some are nan."""
+    generator = torch.Generator().manual_seed(size)
+    for number in range(60):
+        scores = torch.randint(3 if number % 2 else 10**6, (1, size), generator=generator).float()
+        for value in (torch.inf, -torch.inf, torch.nan)[: number % 4]:
+            scores[0, torch.randint(size, (3,), generator=generator)] = value
+        assert largest(scores) == int(torch.argmax(scores, dim=-1))
+    assert largest(torch.full((1, size), -torch.inf)) == 0
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
