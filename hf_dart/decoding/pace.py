@@ -42,6 +42,7 @@ _SPEED = 1 / 8  # weight of a round in the running mean of the machine's speed
 _TIMED = 1 / 16  # least weight of a round in the running mean of the cost of its size
 _FADES = 1 / 256  # of what was measured, in each round: a size that seemed dear once would never be tried again
 _LATE = 2.0  # a round that takes longer by more than this factor counts for this factor
+_AT_ONCE = 4  # rounds of known sizes that are learnt from together: one by one, each would fill the caches anew
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class Pace:
         self._left_out = False
         self._spent: dict[str, float] = {}  # seconds of each phase so far
         self._seconds = 0.0  # of a round that costs 1
+        self._measured: list[tuple[int, int, float]] = []  # nodes, levels and time of rounds that are to be learnt from
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copies] = ()
         self._alone = 0  # copied nodes that a round without a draft would verify
@@ -254,6 +256,7 @@ class Pace:
     def finish(self, drafter: Drafter[Any], copied: Sequence[RowCopies] = ()) -> None:
         """Keep what the rounds and the copies of each row have shown, and warn once if the drafts do not pay."""
         record, records = self._record, self._records
+        self._correct()
         for row in copied if self._timed else ():  # with costs as numbers, equal calls make equal rounds
             row.learn()
             record.copy_counts.add(row.right, row.seen)
@@ -351,12 +354,20 @@ class Pace:
             record.looked = (*record.looked[1 - _TIMED_DRAFTS :], (draft + grow) / (draft + grow + sum(rest)))
         share = median(record.looked) if len(record.looked) >= _TIMED_DRAFTS // 3 else 0.0
         verify = sum(rest) / (1 - share)  # and walk, commit, and what a round without a draft spends on copies
-        size = int(self._filled[nodes - 1])
-        expected = self.cost(drafted=False).of(nodes, levels)
         if is_draft and "draft_cost" in self._timed:
+            expected = self.cost(drafted=False).of(nodes, levels)
             cost = max(draft + grow - share * verify, 0.0) / verify * expected / (1 + self._config.refine)
             record.draft_costs = (*record.draft_costs[1 - _TIMED_DRAFTS :], cost)
         if "node_cost" in self._timed:
+            self._measured.append((nodes, levels, verify))
+            if len(self._measured) == _AT_ONCE or record.timed[self._filled[nodes - 1]] < 1:
+                self._correct()
+
+    def _correct(self) -> None:
+        """Correct the costs of trees by the rounds that were measured."""
+        record = self._record
+        for nodes, levels, verify in self._measured:
+            size, expected = int(self._filled[nodes - 1]), self.cost(drafted=False).of(nodes, levels)
             self._seconds = self._seconds or verify / expected
             late = min(max(verify / (self._seconds * expected), 1 / _LATE), _LATE)
             self._seconds *= late**_SPEED
@@ -371,6 +382,7 @@ class Pace:
             self._seconds *= record.correction[0]
             record.correction /= record.correction[0]
             self._read_corrections()
+        self._measured = []
 
     def _read_corrections(self) -> None:
         self._verify = (self._estimate.verify * self._record.correction)[self._filled]

@@ -207,10 +207,8 @@ class Seats:
             self._drafts, copies = self._pace.choose(found, [1 / len(sessions)] * len(sessions), deepest)
             parts = zip(budgets, copies, strict=True)
             budgets = [replace(budget, drafted=self._drafts, copies=[one]) for budget, one in parts]
-        with timed.phase("noise"):
             for session in sessions:
-                session.draw_noise(self._drafts)
-        with timed.phase("draft"):
+                session.draw_noise(self._drafts, timed)
             seen = [session.unread(self._drafts) for session in sessions]
             proposals = self._proposals(sessions, [one for one in seen if one is not None])
         trees: dict[int, DraftTree] = {}

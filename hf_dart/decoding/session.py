@@ -143,14 +143,15 @@ class Session:
                 for observer in self.observers:
                     observer.verified(reader.tail, None)
 
-    def draw_noise(self, drafted: bool) -> None:
-        """Draw the noise of the coming token, and of those that a draft is ranked with.
+    def draw_noise(self, drafted: bool, stats: DraftStats) -> None:
+        """Draw the noise of the coming token, and of those that a draft is ranked with; `stats` count its time.
 
         Stock draws as much for each token. Drawn while a tree grows, it would be measured as a cost of the draft.
         """
         if self.noise is not None and not self.rows.in_step:
             ahead = self.grower.depth if drafted and self.request.tree_config.shared_noise else 0
-            self.noise.draw_to(max(self.rows.emitted) + max(ahead, 1))
+            with stats.phase("noise"):
+                self.noise.draw_to(max(self.rows.emitted) + max(ahead, 1))
 
     def noise_ahead(self, start: int, depth: int, vocabulary: Tensor | None = None) -> Tensor | None:
         """Gumbel noise [B, depth, V] of tokens from `start` places after the text on; None if trees may not see it.
@@ -272,9 +273,7 @@ def one_round(s: Session) -> None:
     """
     with s.stats.phase("draft"):
         budget = s.budget()
-    with s.stats.phase("noise"):
-        s.draw_noise(budget.drafted)
-    with s.stats.phase("draft"):
+        s.draw_noise(budget.drafted, s.stats)
         proposal = s.propose(budget.drafted)  # d distributions per row, or None
     with s.stats.phase("grow"):
         tree = s.grow(proposal, budget)  # [B, N] nodes, the root first

@@ -87,9 +87,12 @@ class Copies:
     def only(self, nodes: Sequence[int]) -> Copies:
         """Return the tree of `nodes`, in their order, among which are the parents of all."""
         place = {-1: -1} | {node: number for number, node in enumerate(nodes)}
-        parents = [place[self.parents[node]] for node in nodes]
-        tokens, depths, totals = ([part[node] for node in nodes] for part in (self.tokens, self.depths, self.totals))
-        return Copies(tokens, parents, depths, totals)
+        return Copies(
+            [self.tokens[node] for node in nodes],
+            [place[self.parents[node]] for node in nodes],
+            [self.depths[node] for node in nodes],
+            [self.totals[node] for node in nodes],
+        )
 
     def within(self, depth: int) -> Copies:
         """Return the nodes that are at most `depth` deep."""
@@ -238,12 +241,13 @@ class TextIndex:
         self._chains = [(views(prev), views(head)) for prev, head in zip(self._prev, self._head, strict=True)]
         self.end = 1  # place after the last token
 
-    def add(self, tokens: Array) -> None:
-        """Add tokens [n] int64 after the last one, of which the last `capacity` stay."""
+    def add(self, tokens: Sequence[int] | Array) -> None:
+        """Add tokens [n] after the last one, of which the last `capacity` stay."""
         if len(tokens) < _AT_ONCE:
-            for token in tokens.tolist():
-                self.append(token)
+            for token in tokens:
+                self.append(int(token))
             return
+        tokens = np.asarray(tokens, np.int64)
         for start in range(0, len(tokens), self.capacity // 2):
             self._extend(tokens[start : start + self.capacity // 2])
 
@@ -379,7 +383,7 @@ class RowCopies:
         if len(self._text) + LONGEST >= self._index.capacity:
             self._new_index()
         if self._indexed < len(self._text):
-            self._index.add(np.array(self._text[self._indexed :], np.int64) + self._base)
+            self._index.add([token + self._base for token in self._text[self._indexed :]])
             self._indexed = len(self._text)
 
     def _grown(
