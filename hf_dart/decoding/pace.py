@@ -329,6 +329,7 @@ class Pace:
 
     def fill_up(self, size_of: Callable[[int], int] | None) -> None:
         """Count rounds by the size that trees of so many nodes are filled up to; None: they are run as they are."""
+        self._correct()
         sizes = range(1, len(self._filled) + 1)
         self._filled = np.array([min(nodes if size_of is None else size_of(nodes), sizes[-1]) - 1 for nodes in sizes])
         self._read_corrections()

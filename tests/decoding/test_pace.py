@@ -565,6 +565,18 @@ def test_trees_are_filled_up_where_that_costs_nothing() -> None:
     assert pace.cost().verify.tolist() == before.tolist()
 
 
+def test_rounds_count_for_the_size_that_they_were_run_by() -> None:
+    """Also those that wait to be learnt from when trees begin to be filled up."""
+    records: dict[Any, PaceRecord] = {}
+    pace = Pace(TreeConfig(), "cpu", 1, 6, {"node_cost"}, records)
+    for number, nodes in enumerate([1, 4, 4, 4]):
+        pace.count(False, [[3]], [9], nodes, 1, {"verify": 1.0 + number})
+    pace.fill_up(lambda nodes: 8)
+    pace.finish(LookupDrafter())
+    (record,) = records.values()
+    assert record.timed.nonzero()[0].tolist() == [0, 3]
+
+
 def test_a_round_that_compiles_shows_no_cost() -> None:
     pace = Pace(TreeConfig(), "cpu", 1, 6, {"node_cost"})
     seconds = dict.fromkeys(("draft", "grow", "verify"), 0.0)
