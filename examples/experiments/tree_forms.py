@@ -66,7 +66,7 @@ def drawn_tree(nodes: int) -> DraftTree:
         parents.append(random.choice([node for node, depth in enumerate(depths) if depth < DEPTH]))
         depths.append(depths[parents[-1]] + 1)
     tokens = torch.randint(CONFIG["vocab_size"], (1, nodes))
-    return DraftTree.from_parents(tokens, torch.tensor([parents]), DEPTH)
+    return DraftTree.from_parents(tokens, torch.tensor([parents]))
 
 
 @torch.no_grad()

@@ -110,7 +110,7 @@ class Tier:
         generator = torch.Generator().manual_seed(0)
         for _ in range(_TRIES):
             tokens = torch.randint(session.vocab_size, parents.shape, generator=generator)
-            tree = DraftTree.from_parents(tokens, parents, _DEPTH).to(session.rows.device)
+            tree = DraftTree.from_parents(tokens, parents).to(session.rows.device)
             found, wanted = (run(tree, limits)[0].cpu()[runs] for run in (self._forward(tree.size), session.verify))
             if same(found, wanted):
                 return 0.0

@@ -266,7 +266,7 @@ class _Trial:
         trees = TargetCache(prefix, self._pads, room, keep=False, windows=windows)
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
         parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
-        logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
+        logits, _ = verify(DraftTree.from_parents(nodes, parents))
         filled_up = [path + [0] * (len(committed[0]) - len(path)) for path in committed]
         trees.commit(torch.tensor(filled_up), [len(path) for path in committed])
         return torch.cat([logits, verify(DraftTree.chain(after))[0]], dim=1)

@@ -142,9 +142,9 @@ def tree_of_copies(roots: Tensor, copies: Sequence[Copies], nodes: int) -> Draft
         tokens.append([root, *one.tokens[:nodes], *[root] * empty])
         parents.append([-1, *(parent + 1 for parent in one.parents[:nodes]), *[-1] * empty])
         totals.append([0.0, *one.totals[:nodes], *[-inf] * empty])
-    deepest = max((depth for one in copies for depth in one.depths[:nodes]), default=0)
-    scores = torch.tensor(totals, dtype=torch.float64)
-    return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents), deepest, scores)
+    return DraftTree.from_parents(
+        torch.tensor(tokens), torch.tensor(parents), torch.tensor(totals, dtype=torch.float64)
+    )
 
 
 @dataclass(frozen=True)

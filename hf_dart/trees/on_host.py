@@ -64,15 +64,14 @@ def grow_on_host(
         chosen, scores, _ = _best(pool, nodes, cost, per_row)
     if not chosen.shape[1]:
         return DraftTree.chain(torch.from_numpy(roots.copy()))
-    tokens, parents, depths = _look_up(levels, candidates, chosen)
+    tokens, parents = _look_up(levels, candidates, chosen)
     empty, none = scores == -inf, np.zeros_like(roots)
     grown = (
         np.concatenate([roots, np.where(empty, roots, tokens)], axis=1),
         np.concatenate([none - 1, np.where(empty, -1, parents)], axis=1),
         np.concatenate([none, scores], axis=1),
     )
-    drafts, above, log_chances = (torch.from_numpy(part) for part in grown)
-    return DraftTree.from_parents(drafts, above, int(np.where(empty, 0, depths).max()), log_chances)
+    return DraftTree.from_parents(*map(torch.from_numpy, grown))
 
 
 def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
@@ -119,9 +118,9 @@ def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
         before, columns = np.divmod(chosen, here.shape[1])
         copied = np.full(chosen.shape, _OFF) if taken is None else take(taken.reshape(batch, -1), chosen)
         paths = np.concatenate([take(paths, before)[..., 1:], take(here, columns)[..., None]], axis=-1)
-    first = copies.ends[drafted] if drafted < deepest else None
-    if first is not None:
+    if drafted < deepest:
         # Copied text goes on after the paths that end in it; [B, W, T] of T deeper nodes.
+        first = copies.ends[drafted]
         above = copies.above(drafted)[:, None]
         totals = copies.totals[:, first:] - np.take_along_axis(copies.totals, above[:, 0].clip(0), axis=1)
         steps = np.where(limits[:, 0] >= copies.depths[first:], totals, -inf)
@@ -172,8 +171,8 @@ def _depths(levels: list[_Level], candidates: Candidates) -> Array:
     return np.concatenate([np.empty(0, dtype=np.int64), *(depth.ravel() for depth in depths)])
 
 
-def _look_up(levels: list[_Level], candidates: Candidates, chosen: Array) -> tuple[Array, Array, Array]:
-    """Tokens, parents in the tree and depths of the nodes in places `chosen` [B, n], which come in that order."""
+def _look_up(levels: list[_Level], candidates: Candidates, chosen: Array) -> tuple[Array, Array]:
+    """Tokens and parents in the tree of the nodes in places `chosen` [B, n], which come in that order."""
     (batch, count), drafted, copies = chosen.shape, candidates.tokens.shape[1], candidates.copies
     widths, paths = (np.array(sizes) for sizes in zip(*(level.scores.shape[:0:-1] for level in levels), strict=True))
     ends = (widths * paths).cumsum()
@@ -181,17 +180,15 @@ def _look_up(levels: list[_Level], candidates: Candidates, chosen: Array) -> tup
     path, column = np.divmod(chosen - (ends - widths * paths)[level], widths[level])
     tokens = take(np.concatenate([each.tokens for each in levels], 1), column + (widths.cumsum() - widths)[level])
     parents = take(np.concatenate([each.places for each in levels], 1), path + (paths.cumsum() - paths)[level])
-    depths = level + 1
     if len(levels) > drafted:  # in the last one, copied tokens follow others of it
         last, first = level == drafted, copies.ends[drafted]
         copied = np.where(last, first + column, 0)
         above = take(copies.parents, copied) - copied
         parents = np.where(last & (above + copied >= first), chosen + above, parents)
-        depths = np.where(last, copies.depths[copied], depths)
     # Children score less than their parents, so that these are among the chosen; number 0 is the root.
     numbers = np.zeros((batch, int(ends[-1]) + 1), dtype=np.int64)
     numbers[np.arange(batch)[:, None], chosen + 1] = np.arange(1, count + 1)
-    return tokens, take(numbers, parents + 1), depths
+    return tokens, take(numbers, parents + 1)
 
 
 def _largest(scores: Array, count: int) -> Array:

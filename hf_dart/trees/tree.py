@@ -67,8 +67,8 @@ class DraftTree:
         return DraftTree(tokens, pad(self.parents, -1), pad(self.depths, 0), ancestors, self.max_depth, scores)
 
     @classmethod
-    def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int, scores: Tensor | None = None) -> DraftTree:
-        """Fill in depths and ancestors of `tokens`, `parents` [B, N]; no path is longer than `max_depth`."""
+    def from_parents(cls, tokens: Tensor, parents: Tensor, scores: Tensor | None = None) -> DraftTree:
+        """Fill in depths and ancestors of `tokens`, `parents` [B, N]."""
         (rows, size), width = parents.shape, (parents.shape[1] + 7) // 8
         bits, depths = bytearray(), list[list[int]]()
         for above in parents.tolist():
@@ -80,8 +80,8 @@ class DraftTree:
             depths.append(levels)
         packed = np.frombuffer(bits, np.uint8).reshape(rows, size, width)
         ancestors = torch.from_numpy(np.unpackbits(packed, axis=-1, count=size, bitorder="little").view(bool))
-        device = tokens.device
-        return cls(tokens, parents, torch.tensor(depths).to(device), ancestors.to(device), max_depth, scores)
+        device, deepest = tokens.device, max(map(max, depths))
+        return cls(tokens, parents, torch.tensor(depths, device=device), ancestors.to(device), deepest, scores)
 
     @classmethod
     def chain(cls, tokens: Tensor, counts: Tensor | None = None) -> DraftTree:

@@ -66,7 +66,7 @@ CASES = [
 def random_tree(batch: int, nodes: int, random: Random) -> DraftTree:
     parents = [[-1, *(random.randrange(max(0, i - 4), i) for i in range(1, nodes))] for _ in range(batch)]
     tokens = [[random.randrange(2, VOCABULARY) for _ in range(nodes)] for _ in range(batch)]
-    return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents), max_depth=nodes)
+    return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents))
 
 
 @torch.no_grad()

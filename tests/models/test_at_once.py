@@ -31,7 +31,7 @@ SHORT = ["lfm2", "lfm2_moe", "lfm3"]
 PARENTS = torch.tensor(
     [[-1, 0, 1, 2, 3, 4, 1, 0, 7, 2], [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 1, 1, 2, -1, 3, 6, -1, -1]]
 )
-TREE = DraftTree.from_parents(torch.arange(30).view(3, 10) + 3, PARENTS, 5)
+TREE = DraftTree.from_parents(torch.arange(30).view(3, 10) + 3, PARENTS)
 PATHS = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 0], [0, 1, 3, 6, 7, 0]])
 LENGTHS = [6, 5, 5]
 REAL = (PARENTS >= 0) | (torch.arange(10) == 0)

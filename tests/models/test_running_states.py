@@ -73,7 +73,7 @@ def drawn_tree(seed: int, rows: int) -> DraftTree:
         parents.append(above)
     parents[-1][-2:] = [-1, -1]
     tokens = torch.randint(3, VOCABULARY, (rows, NODES), generator=torch.Generator().manual_seed(seed))
-    made = DraftTree.from_parents(tokens, torch.tensor(parents), DEPTH)
+    made = DraftTree.from_parents(tokens, torch.tensor(parents))
     return DraftTree(made.tokens, made.parents, made.depths * (made.parents >= 0), made.ancestors, DEPTH)
 
 

@@ -133,7 +133,7 @@ def _agrees(family: Family, module: nn.Module, slots: tuple[StateSlot, ...], cac
         return False
     module = copy.deepcopy(module).to(widest) if {*own} - {widest} else module
     parents = torch.tensor(_TREES)
-    tree = DraftTree.from_parents(torch.zeros_like(parents), parents, _DEPTH)
+    tree = DraftTree.from_parents(torch.zeros_like(parents), parents)
     generator = torch.Generator().manual_seed(0)
 
     def loud(*shape: int) -> Tensor:
