@@ -111,7 +111,7 @@ class TreeGrower:
         """Return the trees [B, N] after the last committed tokens, on the CPU."""
         found = self.copies(deepest, ended) if copies is None else copies
         if self._most == 1 or proposal is None:
-            return self._copied(found, deepest, weights)
+            return self._copied(found, weights)
         levels = CopyLevels.of(found).beside_draft()
         for row, grammar in enumerate(self.grammars):
             if grammar is not None:
@@ -184,19 +184,19 @@ class TreeGrower:
 
     def copies(self, deepest: list[int], ended: list[bool] | None = None) -> list[Copies]:
         """Return the earlier text of each row that may be copied after its last committed token."""
-        longest = min(self._config.lookup, max(deepest) + 1)
-        if longest <= 0 or self._most == 1:  # a tree of one node holds no copy
+        limits = [min(self._config.lookup, most) for most in deepest]
+        if max(limits) <= 0 or self._most == 1:  # a tree of one node holds no copy
             return [NOTHING] * len(deepest)
         ends: list[Collection[int]] = [() if over else self._ends for over in ended or [False] * len(deepest)]
-        found = [row.suggest(longest, these) for row, these in zip(self.copied, ends, strict=True)]
+        rows = zip(self.copied, limits, ends, strict=True)
+        found = [row.suggest(most, these) if most > 0 else NOTHING for row, most, these in rows]
         for row, grammar in enumerate(self.grammars):
             if grammar is not None and not (ended and ended[row]):
-                found[row] = grammar.copies(found[row], longest)
+                found[row] = grammar.copies(found[row], max(limits[row], 0))
         return found
 
-    def _copied(self, copies: Sequence[Copies], deepest: list[int], weights: list[float] | None) -> DraftTree:
+    def _copied(self, copies: Sequence[Copies], weights: list[float] | None) -> DraftTree:
         """Trees of copied text alone, of the size that pays where there is no given one."""
-        copies = [one.within(most) for one, most in zip(copies, deepest, strict=True)]
         size = min(self._most - 1, max(map(len, copies)))
         if size and self._config.nodes is None:
             size, *_ = best_size(copies, weights or [1 / len(copies)] * len(copies), self._cost(False))

@@ -94,12 +94,6 @@ class Copies:
             [self.totals[node] for node in nodes],
         )
 
-    def within(self, depth: int) -> Copies:
-        """Return the nodes that are at most `depth` deep."""
-        if not self.depths or max(self.depths) <= depth:
-            return self
-        return self.only([node for node, level in enumerate(self.depths) if level <= depth])
-
     def right(self, depth: int, nodes: int) -> Array:
         """[`depth`] chance that the text is on a path of the first `nodes` nodes at each depth."""
         chances = np.exp(self.totals[:nodes])

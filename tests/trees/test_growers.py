@@ -53,7 +53,12 @@ def test_trees_are_those_of_a_plain_search(
     if depth:
         tree = grow_on_host(candidates, nodes=nodes, beam=beam)
     else:
-        allowed = [one.within(most) for one, most in zip(copies, limits or [9] * 3, strict=True)]
+        limits = limits or [9] * 3
+        shallow = [
+            [node for node, depth in enumerate(one.depths) if depth <= most]
+            for one, most in zip(copies, limits, strict=True)
+        ]
+        allowed = [one.only(kept) for one, kept in zip(copies, shallow, strict=True)]
         tree = tree_of_copies(torch.tensor([100, 101, 102]), allowed, nodes - 1)
         assert tree.tokens[:, 0].tolist() == [100, 101, 102]
         assert tree.size == nodes
