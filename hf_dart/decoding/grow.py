@@ -174,13 +174,10 @@ class TreeGrower:
         """
         if not self._config.selector:
             return scores[:, :, None]
+        roots = torch.tensor([text[-1] for text in self._texts])
         with drafting():
-            table = self._drafter.transitions(proposal, self._roots().to(tokens.device), tokens, scores)
+            table = self._drafter.transitions(proposal, roots.to(tokens.device), tokens, scores)
         return scores[:, :, None] if table is None else table
-
-    def _roots(self) -> Tensor:
-        """[B] last committed tokens."""
-        return torch.tensor([text[-1] for text in self._texts])
 
     def copies(self, deepest: list[int], ended: list[bool] | None = None) -> list[Copies]:
         """Return the earlier text of each row that may be copied after its last committed token."""
@@ -200,7 +197,7 @@ class TreeGrower:
         size = min(self._most - 1, max(map(len, copies)))
         if size and self._config.nodes is None:
             size, *_ = best_size(copies, weights or [1 / len(copies)] * len(copies), self._cost(False))
-        return tree_of_copies(self._roots(), copies, size)
+        return tree_of_copies([text[-1] for text in self._texts], copies, size)
 
     def _grown(
         self,

@@ -128,10 +128,10 @@ def best_size(copies: Sequence[Copies], weights: Sequence[float], cost: RoundCos
     return cost.best_size(gains, np.maximum.accumulate(levels))
 
 
-def tree_of_copies(roots: Tensor, copies: Sequence[Copies], nodes: int) -> DraftTree:
+def tree_of_copies(roots: Sequence[int], copies: Sequence[Copies], nodes: int) -> DraftTree:
     """Trees of the first `nodes` copies of each row below its root [B]; rows that have fewer have empty nodes."""
     tokens, parents, totals = list[list[int]](), list[list[int]](), list[list[float]]()
-    for root, one in zip(roots.tolist(), copies, strict=True):
+    for root, one in zip(roots, copies, strict=True):
         empty = max(nodes - len(one), 0)
         tokens.append([root, *one.tokens[:nodes], *[root] * empty])
         parents.append([-1, *(parent + 1 for parent in one.parents[:nodes]), *[-1] * empty])

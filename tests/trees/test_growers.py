@@ -59,7 +59,7 @@ def test_trees_are_those_of_a_plain_search(
             for one, most in zip(copies, limits, strict=True)
         ]
         allowed = [one.only(kept) for one, kept in zip(copies, shallow, strict=True)]
-        tree = tree_of_copies(torch.tensor([100, 101, 102]), allowed, nodes - 1)
+        tree = tree_of_copies([100, 101, 102], allowed, nodes - 1)
         assert tree.tokens[:, 0].tolist() == [100, 101, 102]
         assert tree.size == nodes
     assert tree.scores is not None
