@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, Self
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -48,6 +51,9 @@ _ROW_FREE = (
 # These keep state per row of the batch, and so need the whole batch.
 _ROW_BOUND = (transformers.EncoderRepetitionPenaltyLogitsProcessor, transformers.EncoderNoRepeatNGramLogitsProcessor)
 _CRITERIA = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria, transformers.StopStringCriteria)
+# In the order in which stock appends them.
+_FILTERS = (transformers.TopKLogitsWarper, transformers.TopPLogitsWarper, transformers.MinPLogitsWarper)
+_LIMITS = ("top_k", "top_p", "min_p")
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
 OUTLINES_XGRAMMAR = "outlines.backends.xgrammar.XGrammarLogitsProcessor"
 OUTLINES_LLGUIDANCE = "outlines.backends.llguidance.LLGuidanceLogitsProcessor"
@@ -142,3 +148,58 @@ def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer:
         or not all_known(processors)
         or any(type(criterion) not in _CRITERIA for criterion in criteria)
     )
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Filters that a list of processors ends with, each of which keeps the tokens with the largest scores.
+
+    The token that wins a draw among all tokens wins it among those that are kept too, if it is one of them: only that
+    is found out, where stock's top-p sorts the whole vocabulary for each token (28 ms for 262,144 on one CPU thread,
+    8 after top-k; this takes 1).
+    """
+
+    count: int = 0  # processors
+    top_k: int = 0  # 0 for no such filter
+    top_p: float = 1.0
+    min_p: float = 0.0
+    least: int = 1  # tokens that are kept in any case
+
+    @classmethod
+    def ending(cls, processors: LogitsProcessorList) -> Self:
+        """Return the filters at the end of a list; none if they stand in another order than stock's."""
+        found = [*takewhile(lambda one: type(one) in _FILTERS, reversed(processors))][::-1]
+        order = [_FILTERS.index(type(one)) for one in found]
+        if order != sorted({*order}) or any(one.filter_value != -np.inf for one in found):
+            return cls()
+        given = {name: value for one in found for name, value in vars(one).items() if name in _LIMITS}
+        return cls(len(found), **given, least=max((one.min_tokens_to_keep for one in found), default=1))
+
+    def draw(self, scores: Tensor, noise: Tensor) -> int | None:
+        """Return the token that stock draws from scores [1, V] on a CPU with Exp(1) noise [1, V].
+
+        None where roundings decide: two tokens close to each other, or a token at the edge of a filter.
+        """
+        values, chances = scores[0].detach().numpy(), scores[0].detach().softmax(-1).numpy()
+        eps = np.finfo(np.float32).eps
+        near, near_mass = 16 * eps, (len(values) / 8 + 16) * eps  # bounds of a quotient's and of a sum's roundings
+        kept = 1.0  # the share that top-k keeps, which top-p is a share of
+        if self.top_p < 1 and 0 < self.top_k < len(values):
+            kept = chances[values >= np.partition(values, -self.top_k)[-self.top_k]].sum()
+        races = chances / noise[0].numpy()
+        while True:
+            token = int(races.argmax())
+            if not 0 < races[token] < np.inf or np.count_nonzero(races >= races[token] * (1 - near)) > 1:
+                return None
+            above = values > values[token]
+            larger, ratio = np.count_nonzero(above), chances[token] / chances.max()
+            before = chances[above].sum() / kept
+            tied = (np.count_nonzero(values == values[token]) - 1) * chances[token] / kept
+            if 0 < self.top_k <= larger or (
+                larger >= self.least and (before > self.top_p + near_mass or ratio < self.min_p * (1 - near))
+            ):
+                races[values <= values[token]] = 0  # nor is any that scores less
+            elif (self.top_p == 1 or before + tied < self.top_p - near_mass) and ratio > self.min_p * (1 + near):
+                return token
+            else:
+                return None

@@ -9,7 +9,7 @@ look at the same blocks (Gumbel-max coupling of drafter and target).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LogitsProcessorList
 
-from hf_dart.decoding.processors import of_rows, scores_alone
+from hf_dart.decoding.processors import Filters, of_rows, scores_alone
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.models.devices import generator_state, set_generator_state, users_default
@@ -58,7 +58,9 @@ class Walker:
         self._rows, self._streaming, self._noise = rows, streaming, noise
         self._of_rows = of_rows(processors, len(rows))
         self._everywhere = chooses_everywhere(processors, rows.device)
-        self._roots_at_once = len(rows) > 1 and scores_alone(processors)
+        drawn_on_cpu = noise is not None and rows.device.type == "cpu" and self._of_rows is not None
+        self._filters = Filters.ending(processors) if drawn_on_cpu else Filters()
+        self._roots_at_once = len(rows) > 1 and scores_alone(processors) and not self._filters.count
         self.scores: tuple[Tensor, ...] | None = () if request.collects("output_scores") else None
         self.logits: tuple[Tensor, ...] | None = () if request.collects("output_logits") else None
 
@@ -124,7 +126,14 @@ class Walker:
         # Some processors write to what they are given, and observers read the target's logits afterwards.
         logits = logits.to(dtype=torch.float32, device=self._rows.device, copy=bool(self._processors))
         if self._of_rows is not None:
-            scores = _processed(self._of_rows[row], self._rows.ids(row), logits)
+            processors, ids = self._of_rows[row], self._rows.ids(row)
+            filters = len(processors) - self._filters.count
+            scores = _processed(processors[:filters], ids, logits)
+            if self._filters.count and self._noise is not None:
+                token = self._filters.draw(scores, self._noise.exponential(row, self._rows.emitted[row]))
+                if token is not None:
+                    return token
+                scores = _processed(processors[filters:], ids, scores)
         else:
             # Some processors take row b of their input for row b of the batch: give them this row's text in every row.
             full = logits.new_zeros(len(self._rows), logits.shape[-1])
@@ -191,7 +200,7 @@ def chooses_everywhere(processors: LogitsProcessorList, device: torch.device) ->
     return device.type != "cpu" and scores_alone(processors)
 
 
-def _processed(processors: LogitsProcessorList, ids: Tensor, scores: Tensor) -> Tensor:
+def _processed(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> Tensor:
     """Return scores [B, V] as known processors leave them; a list of them would read the signature of each one."""
     for processor in processors:
         scores = processor(ids, scores)

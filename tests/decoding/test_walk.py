@@ -11,16 +11,10 @@ from support.compare import assert_identical
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.trees import choose_everywhere
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-)
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, all_known, scores_alone
+from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.walk import MAX_LEAD, NoiseStream, by_uniform, draw_exponential, largest
 
@@ -42,31 +36,6 @@ def test_both_walks_give_stocks_tokens(mode: str, size: int, everywhere: bool, m
         choose_everywhere(monkeypatch)
     assert_identical(target, head, prompts([7, 3, 9, 5][:size]), max_new_tokens=24, **OPTIONS[mode])
     assert head.last_stats.drafted > 0
-
-
-def test_what_may_run_on_all_nodes() -> None:
-    alone = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)])
-    assert scores_alone(alone)
-    assert not scores_alone(LogitsProcessorList([*alone, RepetitionPenaltyLogitsProcessor(1.2)]))
-
-    class Warmer(TemperatureLogitsWarper):
-        def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
-            return super().__call__(input_ids, scores) * input_ids.shape[1]
-
-    assert not scores_alone(LogitsProcessorList([Warmer(0.5)]))
-
-
-def test_additive_penalties_count_what_was_written() -> None:
-    """Tokens of the text count, none of the prompt: presence once, frequency as often as it is there."""
-    text = torch.tensor([[1, 1, 2, 3, 3, 3], [4, 4, 4, 4, 0, 1]])
-    scores, processor = torch.randn(2, 5, dtype=torch.float64), AdditivePenaltyLogitsProcessor(2, 0.5, 0.25)
-    found = processor(text, scores)
-    expected = scores.clone()
-    for row, counts in enumerate(({2: 1, 3: 3}, {4: 2, 0: 1, 1: 1})):
-        for token, count in counts.items():
-            expected[row, token] -= 0.5 + 0.25 * count
-    assert torch.equal(found, expected)
-    assert all_known(LogitsProcessorList([processor]))
 
 
 @pytest.mark.parametrize("part", ["logits_processor", "stopping_criteria"])
