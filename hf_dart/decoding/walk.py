@@ -60,7 +60,6 @@ class Walker:
         self._everywhere = chooses_everywhere(processors, rows.device)
         drawn_on_cpu = noise is not None and rows.device.type == "cpu" and self._of_rows is not None
         self._filters = Filters.ending(processors) if drawn_on_cpu else Filters()
-        self._roots_at_once = len(rows) > 1 and scores_alone(processors) and not self._filters.count
         self.scores: tuple[Tensor, ...] | None = () if request.collects("output_scores") else None
         self.logits: tuple[Tensor, ...] | None = () if request.collects("output_logits") else None
 
@@ -70,8 +69,7 @@ class Walker:
         A row with a limit of 0 stands still.
         """
         in_step = self._rows.in_step
-        at_once = self._everywhere or (tree.size == 1 and self._roots_at_once)
-        chosen = self._choose_everywhere(tree, logits).tolist() if at_once and not in_step else None
+        chosen = self._choose_everywhere(tree, logits).tolist() if self._everywhere and not in_step else None
         children = _children(tree) if tree.size > 1 else [{}] * len(limits)
         paths: list[list[int]] = [[] for _ in limits]
         nodes = {row: 0 for row, limit in enumerate(limits) if limit}  # reached by each row
