@@ -28,6 +28,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy, penalty 1.1": {"do_sample": False, "repetition_penalty": 1.1},
     "sampled, T=1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
     "sampled, T=0.7": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0},
+    "sampled, top-k 64, top-p 0.95": {"do_sample": True, "temperature": 1.0, "top_k": 64, "top_p": 0.95},
 }
 _WARMUP_TOKENS = 16
 

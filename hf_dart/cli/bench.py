@@ -12,7 +12,7 @@ from hf_dart.bench.pair import Pair, load_head, target_of
 from hf_dart.cli import common
 from hf_dart.errors import as_user_error
 
-_MODES = ("greedy", "penalty", "sampled", "sampled-0.7")
+_MODES = ("greedy", "penalty", "sampled", "sampled-0.7", "top-p")
 _METHODS = ("compiled", "lookup", "chain", "tree", "engine", "copies")
 _SMOKE = {"prompts": 2, "new_tokens": 12, "repeats": 2, "batches": (1, 2)}
 _PROMPT_TOKENS, _SMOKE_TOKENS = 96, 24
