@@ -26,7 +26,7 @@ def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
 
 def same_vocabulary(known: str, tokenizer: Any, rows: int) -> bool:
     """Return True if `known` is this tokenizer's hash, with or without tokens beyond an embedding table's `rows`."""
-    return known in (vocabulary_hash(tokenizer, rows), vocabulary_hash(tokenizer))
+    return known == vocabulary_hash(tokenizer, rows) or known == vocabulary_hash(tokenizer)
 
 
 def template_hash(template: str) -> str:

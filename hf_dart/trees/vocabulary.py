@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ _NEVER = -1e30
 
 def hash_of_ids(ids: Mapping[str, int], rows: int | None = None) -> str:
     """SHA-256 (16 hex digits) of a token-to-id map, without ids from `rows` (of an embedding table) on."""
-    entries = sorted(ids.items(), key=lambda entry: (entry[1], entry[0]))
+    entries = sorted(ids.items(), key=itemgetter(1, 0))
     if rows is not None:
         entries = [entry for entry in entries if entry[1] < rows]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
