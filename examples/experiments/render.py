@@ -11,8 +11,9 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import exp, log
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 from typing import Any
 
 import drafts
@@ -134,15 +135,29 @@ def summary(report: dict[str, Any]) -> str:
 
 
 def means(report: dict[str, Any]) -> str:
-    """A Markdown table of each method's mean ratio over all texts, and its least one, for each mode and batch."""
+    """A Markdown table of each method's mean ratio over all texts, and its least one, for each mode and batch.
+
+    Of the methods beside copies alone, also the geometric mean of their speed in copies', and its standard error: how
+    far single rows, each of a few calls, may be off.
+    """
     ratios: dict[tuple[str, int], dict[str, list[float]]] = {}
     for one in report["results"]:
         if one["method"] != tables.STOCK:
             by_method = ratios.setdefault((one["mode"], one["batch"]), {})
             by_method.setdefault(one["method"], []).append(one["ratio"]["median"])
     methods = dict.fromkeys(name for by_method in ratios.values() for name in by_method)
+    copies = next((name for name in methods if name.endswith("copies alone")), "")
+
+    def cell(by_method: dict[str, list[float]], name: str) -> str:
+        own, alone = by_method[name], by_method.get(copies, [])
+        text = f"**{mean(own):.2f}** ({min(own):.2f})"
+        if name == copies or len(alone) < 2:
+            return text
+        logs = [log(one / other) for one, other in zip(own, alone, strict=True)]
+        return f"{text}, {exp(mean(logs)):.2f} ± {exp(mean(logs)) * stdev(logs) / len(logs) ** 0.5:.2f} of copies"
+
     cells = [
-        [f"{mode}, batch {batch}", *(f"**{mean(own):.2f}** ({min(own):.2f})" for own in map(by_method.get, methods))]
+        [f"{mode}, batch {batch}", *(cell(by_method, name) for name in methods)]
         for (mode, batch), by_method in ratios.items()
     ]
     return "\n".join(tables.markdown(["mean of x stock (least)", *methods], cells))

@@ -76,5 +76,22 @@ def test_render_writes_tables_cards_and_plots(tmp_path: Path, capsys: pytest.Cap
     assert drawn == committed
 
 
+def test_means_beside_copies_have_their_standard_error() -> None:
+    """Each row weighs alike, and so do twice as fast and half as fast; there is no error of a single row."""
+    methods = {"stock": (1, 1), "hf_dart, copies alone": (2, 4), "hf_dart": (2, 8)}
+    rows = [
+        {"mode": "greedy", "batch": 1, "method": method, "ratio": {"median": ratios[row]}}
+        for row in range(2)
+        for method, ratios in methods.items()
+    ]
+    assert RENDER.means({"results": rows}).splitlines()[-1] == (
+        "| greedy, batch 1 | **3.00** (2.00) | **5.00** (2.00), 1.41 ± 0.49 of copies |"
+    )
+    assert (
+        RENDER.means({"results": rows[:3]}).splitlines()[-1]
+        == "| greedy, batch 1 | **2.00** (2.00) | **2.00** (2.00) |"
+    )
+
+
 def test_a_table_without_an_end_is_refused(tmp_path: Path) -> None:
     refused(lambda: RENDER.render_tables(BEGIN.format(file="bench.json") + "\n", tmp_path), ValueError, "has no end")
