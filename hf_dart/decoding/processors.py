@@ -180,21 +180,22 @@ class Filters:
 
         None where roundings decide: two tokens close to each other, or a token at the edge of a filter.
         """
-        values, chances = scores[0].detach().numpy(), scores[0].detach().softmax(-1).numpy()
+        scores = scores[0].detach()
+        values, probabilities = scores.numpy(), scores.softmax(-1).numpy()
         eps = np.finfo(np.float32).eps
         near, near_mass = 16 * eps, (len(values) / 8 + 16) * eps  # bounds of a quotient's and of a sum's roundings
         kept = 1.0  # the share that top-k keeps, which top-p is a share of
         if self.top_p < 1 and 0 < self.top_k < len(values):
-            kept = chances[values >= np.partition(values, -self.top_k)[-self.top_k]].sum()
-        races = chances / noise[0].numpy()
+            kept = probabilities[values >= np.partition(values, -self.top_k)[-self.top_k]].sum()
+        races = probabilities / noise[0].numpy()
         while True:
             token = int(races.argmax())
             if not 0 < races[token] < np.inf or np.count_nonzero(races >= races[token] * (1 - near)) > 1:
                 return None
             above = values > values[token]
-            larger, ratio = np.count_nonzero(above), chances[token] / chances.max()
-            before = chances[above].sum() / kept
-            tied = (np.count_nonzero(values == values[token]) - 1) * chances[token] / kept
+            larger, ratio = np.count_nonzero(above), probabilities[token] / probabilities.max()
+            before = probabilities[above].sum() / kept  # the share of those that score more, and of its equals
+            tied = (np.count_nonzero(values == values[token]) - 1) * probabilities[token] / kept
             if 0 < self.top_k <= larger or (
                 larger >= self.least and (before > self.top_p + near_mass or ratio < self.min_p * (1 - near))
             ):
