@@ -51,9 +51,11 @@ _ROW_FREE = (
 # These keep state per row of the batch, and so need the whole batch.
 _ROW_BOUND = (transformers.EncoderRepetitionPenaltyLogitsProcessor, transformers.EncoderNoRepeatNGramLogitsProcessor)
 _CRITERIA = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria, transformers.StopStringCriteria)
-# In the order in which stock appends them.
-_FILTERS = (transformers.TopKLogitsWarper, transformers.TopPLogitsWarper, transformers.MinPLogitsWarper)
-_LIMITS = ("top_k", "top_p", "min_p")
+_FILTERS = {  # in the order in which stock appends them
+    transformers.TopKLogitsWarper: "top_k",
+    transformers.TopPLogitsWarper: "top_p",
+    transformers.MinPLogitsWarper: "min_p",
+}
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
 OUTLINES_XGRAMMAR = "outlines.backends.xgrammar.XGrammarLogitsProcessor"
 OUTLINES_LLGUIDANCE = "outlines.backends.llguidance.LLGuidanceLogitsProcessor"
@@ -161,19 +163,18 @@ class Filters:
 
     count: int = 0  # processors
     top_k: int = 0  # 0 for no such filter
-    top_p: float = 1.0
+    top_p: float = np.inf
     min_p: float = 0.0
-    least: int = 1  # tokens that are kept in any case
 
     @classmethod
     def ending(cls, processors: LogitsProcessorList) -> Self:
-        """Return the filters at the end of a list; none if they stand in another order than stock's."""
+        """Return the filters at the end of a list; none if they stand in another order than stock's, or keep others."""
         found = [*takewhile(lambda one: type(one) in _FILTERS, reversed(processors))][::-1]
-        order = [_FILTERS.index(type(one)) for one in found]
-        if order != sorted({*order}) or any(one.filter_value != -np.inf for one in found):
+        names = [_FILTERS[type(one)] for one in found]
+        in_order = names == [name for name in _FILTERS.values() if name in names]
+        if not in_order or any(one.filter_value != -np.inf or one.min_tokens_to_keep > 1 for one in found):
             return cls()
-        given = {name: value for one in found for name, value in vars(one).items() if name in _LIMITS}
-        return cls(len(found), **given, least=max((one.min_tokens_to_keep for one in found), default=1))
+        return cls(len(found), **{name: getattr(one, name) for name, one in zip(names, found, strict=True)})
 
     def draw(self, scores: Tensor, noise: Tensor) -> int | None:
         """Return the token that stock draws from scores [1, V] on a CPU with Exp(1) noise [1, V].
@@ -192,15 +193,13 @@ class Filters:
             token = int(races.argmax())
             if not 0 < races[token] < np.inf or np.count_nonzero(races >= races[token] * (1 - near)) > 1:
                 return None
-            above = values > values[token]
-            larger, ratio = np.count_nonzero(above), probabilities[token] / probabilities.max()
+            above, ratio = values > values[token], probabilities[token] / probabilities.max()
             before = probabilities[above].sum() / kept  # the share of those that score more, and of its equals
             tied = (np.count_nonzero(values == values[token]) - 1) * probabilities[token] / kept
-            if 0 < self.top_k <= larger or (
-                larger >= self.least and (before > self.top_p + near_mass or ratio < self.min_p * (1 - near))
-            ):
+            removed = before > self.top_p + near_mass or ratio < self.min_p * (1 - near)
+            if removed or 0 < self.top_k <= np.count_nonzero(above):
                 races[values <= values[token]] = 0  # nor is any that scores less
-            elif (self.top_p == 1 or before + tied < self.top_p - near_mass) and ratio > self.min_p * (1 + near):
+            elif before + tied < self.top_p - near_mass and ratio > self.min_p * (1 + near):
                 return token
             else:
                 return None

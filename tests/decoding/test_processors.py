@@ -24,7 +24,7 @@ FILTERS: dict[str, list[LogitsProcessor]] = {
     "min-p": [MinPLogitsWarper(0.1)],
     "top-k, top-p": [TopKLogitsWarper(20), TopPLogitsWarper(0.9)],
     "all": [TopKLogitsWarper(9), TopPLogitsWarper(0.95), MinPLogitsWarper(0.02)],
-    "three are kept": [TopPLogitsWarper(0.2, min_tokens_to_keep=3), MinPLogitsWarper(0.5, min_tokens_to_keep=3)],
+    "few are left": [TopPLogitsWarper(0.2), MinPLogitsWarper(0.5)],
     "one is left": [TopPLogitsWarper(0.001)],
 }
 
@@ -73,7 +73,7 @@ def test_filters_are_those_of_stock_at_the_end() -> None:
     k, p, m = TopKLogitsWarper(5), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)
     assert (count(), count(k), count(k, TemperatureLogitsWarper(2.0), p, m)) == (0, 1, 2)
     assert [count(p, k), count(p, p), count(m, TemperatureLogitsWarper(2.0)), count(Other(0.5))] == [0] * 4
-    assert count(TopKLogitsWarper(5, filter_value=-1e4)) == 0
+    assert count(TopKLogitsWarper(5, filter_value=-1e4)) == count(TopPLogitsWarper(0.5, min_tokens_to_keep=2)) == 0
 
 
 def test_what_may_run_on_all_nodes() -> None:
