@@ -30,6 +30,7 @@ from hf_dart.trees.tree import DraftTree
 
 MAX_LEAD = 32
 """No row runs further ahead of the slowest unfinished row: a position costs B * V floats."""
+_IN_CACHE = 2**18  # numbers of 8 bytes that stay in a core's cache from one operation to the next
 
 # By device, the stream that will advance its default generator. Streams that run meanwhile, in other threads,
 # must not draw the same noise, nor put it back.
@@ -108,7 +109,7 @@ class Walker:
         return {} if self._rows.finished else dict(enumerate(ids[:, -1].tolist()))
 
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """Return the target's token after every node, [B, N]."""
+        """Return the target's token after every node, [B, N]; -1 where its scores are no distribution."""
         scores = logits.to(dtype=torch.float32, device=self._rows.device).flatten(0, 1)
         no_text = torch.empty(len(scores), 0, dtype=torch.long, device=scores.device)  # none of the processors reads it
         scores = _processed(self._processors, no_text, scores).view_as(logits)
@@ -117,7 +118,8 @@ class Walker:
         window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
         if tree.max_depth:
             window = window[torch.arange(len(window), device=window.device)[:, None], tree.depths.to(window.device)]
-        return _drawn(scores.softmax(-1).div_(window))
+        best, tokens = scores.softmax(-1).div_(window).max(-1)
+        return tokens.masked_fill(best.isnan(), -1)
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """Return the target's next token of a row from its logits [1, V]."""
@@ -211,12 +213,6 @@ def largest(scores: Tensor) -> int:
     On a CPU that takes 7 times as long as NumPy's for 8,192 float32 scores, and 25 times for 262,144.
     """
     return int(scores.detach().numpy().argmax()) if scores.device.type == "cpu" else int(scores.argmax(-1))
-
-
-def _drawn(races: Tensor) -> Tensor:
-    """Return the winner of each p / E [..., V]; -1 where p is not a distribution."""
-    best, tokens = races.max(-1)
-    return tokens.masked_fill(best.isnan(), -1)
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
@@ -352,7 +348,9 @@ def draw_exponential(rows: int, size: int, device: torch.device, generator: torc
 
 
 def from_uniform(rows: int, size: int, generator: torch.Generator) -> Tensor:
-    """Draw Exp(1) numbers [rows, size] on a CPU: the logarithms of all at once, not one by one as torch does."""
+    """Draw Exp(1) numbers [rows, size] on a CPU: the logarithms of many at once, not one by one as torch does."""
+    if rows > 1 and rows * size > _IN_CACHE:
+        return torch.cat([from_uniform(1, size, generator) for _ in range(rows)])
     uniform = torch.empty(rows, size, dtype=torch.float64, device="cpu").uniform_(generator=generator)
     return uniform.neg_().add_(1).log_().float().neg_()
 

@@ -128,7 +128,7 @@ def test_rows_start_where_they_are_whatever_was_forgotten() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("shape", [(1, 9), (3, 5000), (1, 300_000)])
+@pytest.mark.parametrize("shape", [(1, 9), (3, 5000), (1, 300_000), (2, 200_000)])
 def test_numbers_are_those_of_stocks_draws(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, and so is the generator's state, in whichever way they are drawn."""
     generator, stocks = (torch.Generator().manual_seed(7) for _ in range(2))
