@@ -256,7 +256,8 @@ class NoiseStream:
         # By position; the oldest are dropped when no row needs them any more. Each entry is complete by itself, so
         # that an interruption anywhere leaves the states of all positions that were reached.
         self._blocks: dict[int, Tensor] = {}
-        self._gumbels: dict[int, Tensor] = {}  # as far as they were asked for
+        # As far as they were asked for: of all tokens, and of a draft vocabulary's.
+        self._gumbels: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})
         self._states: dict[int, Tensor] = {}  # before the block of that position was drawn
 
     def begin(self) -> Self:
@@ -302,20 +303,19 @@ class NoiseStream:
         return _window(self._blocks, starts, depth)
 
     def gumbel(self, starts: list[int], depth: int, vocabulary: Tensor | None = None) -> Tensor:
-        """-log E [B, depth, V], as `exponentials`, or [B, depth, M] of a `vocabulary` [M]: standard Gumbel noise."""
+        """-log E [B, depth, V], as `exponentials`, or [B, depth, M] of the draft `vocabulary` [M]: Gumbel noise."""
         self.draw_to(max(starts) + depth)
-        if vocabulary is not None:
-            ids = vocabulary.to(self._device)
-            return -_window({position: block[:, ids] for position, block in self._blocks.items()}, starts, depth).log()
+        known = self._gumbels[vocabulary is not None]
         for position, block in self._blocks.items():
-            if position not in self._gumbels:
-                self._gumbels[position] = -block.log()
-        return _window(self._gumbels, starts, depth)
+            if position not in known:
+                of = block if vocabulary is None else block.index_select(1, vocabulary.to(self._device))
+                known[position] = -of.log()
+        return _window(known, starts, depth)
 
     def forget_before(self, position: int) -> None:
         """Drop blocks that no row needs any more, also such as are yet to be drawn."""
         self._needed = max(self._needed, position)
-        for kept in (self._blocks, self._gumbels, self._states):
+        for kept in (self._blocks, *self._gumbels, self._states):
             for old in [drawn for drawn in kept if drawn < min(position, self._drawn)]:
                 del kept[old]
 
