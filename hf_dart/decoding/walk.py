@@ -216,13 +216,9 @@ def largest(scores: Tensor) -> int:
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """Return a map per row from (node, token) to the child node that holds the token."""
+    """Return a map per row from (node, token) to the child node that holds the token; -1 has the roots."""
     return [
-        {
-            (parent, token): child
-            for child, (parent, token) in enumerate(zip(parents, tokens, strict=True))
-            if parent >= 0
-        }
+        {place: child for child, place in enumerate(zip(parents, tokens, strict=True))}
         for parents, tokens in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
     ]
 
