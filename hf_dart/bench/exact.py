@@ -89,7 +89,8 @@ class Difference:
 
     Attributes:
         gap: how much better stock's own token was than the one written instead, in its processed logits, or in log(p /
-            noise) when sampling; inf where a run goes on and the other has stopped.
+            noise) when sampling; inf where a run goes on and the other has stopped. In 16 bits, tokens as close as is
+            allowed to the edge of what stock's filters kept may be kept or not; of a removed one, how far it lies off.
     """
 
     position: int  # of the first generated token that differs
@@ -165,9 +166,14 @@ class _Choices:
             for _ in range(position + 1):
                 noise = torch.empty_like(scores).exponential_(1)
             scores = scores.log_softmax(-1) - noise.log()
-        top = float(self.logits[position][row].max())
-        gap = float(scores[row].max() - scores[row, token])
-        return Difference(position, gap, ulp(self.dtype, top), tolerance(self.dtype, top))
+        scores, logits = scores[row], self.logits[position][row]
+        top = float(logits.max())
+        allowed, gap, kept = tolerance(self.dtype, top), scores.max() - scores[token], scores > -inf
+        if torch.finfo(self.dtype).bits <= 16 and not kept.all():
+            from_edge = (logits - logits[kept].min()).abs()
+            best = scores.where(from_edge > allowed, -inf).max()
+            gap = (best - scores[token]).clamp(min=0) if kept[token] else from_edge[token]
+        return Difference(position, float(gap), ulp(self.dtype, top), allowed)
 
 
 def tolerance(dtype: torch.dtype, logit: float) -> float:

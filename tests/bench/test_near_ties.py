@@ -11,7 +11,7 @@ import torch
 from support.tiny import VOCABULARY, prompts, tiny_target
 from transformers import GenerationConfig
 
-from hf_dart.bench.exact import Difference, compare, differences, repeated_4grams, run, tolerance, ulp
+from hf_dart.bench.exact import Difference, _Choices, compare, differences, repeated_4grams, run, tolerance, ulp
 
 
 def test_a_generator_left_elsewhere_is_a_difference() -> None:
@@ -57,6 +57,22 @@ def test_gap_is_to_the_token_that_was_written(sampled: bool, by: str) -> None:
     assert found.gap == pytest.approx((best[0] - scores[token]).item(), abs=1e-5)
     assert found.ulp == ulp(torch.float64, logits.max().item())
     assert not found.near_tie
+
+
+@pytest.mark.parametrize(("dtype", "soft"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_the_edge_of_what_filters_keep_is_soft_in_16_bits(dtype: torch.dtype, soft: bool) -> None:
+    """What rounding may bring in or leave out, and nothing else: 4 ulp are 0.25 here."""
+    logits = torch.tensor([[8.0, 7.0, 6.875, 3.0, 7.75]])
+    races = torch.tensor([[1.0, 9.0, -torch.inf, -torch.inf, 0.9]])  # the edge is at token 1, which won
+    choices = _Choices(dtype, (logits,), (races,), seed=None)
+    brought_in, far_off, second, third = (choices.difference(0, 0, token) for token in (2, 3, 0, 4))
+    assert [brought_in.near_tie, far_off.near_tie, second.near_tie, third.near_tie] == [soft, False, soft, soft]
+    races[0, 4] = 0.5
+    third = choices.difference(0, 0, 4)
+    assert not third.near_tie
+    assert (brought_in.gap, far_off.gap, second.gap, third.gap) == (
+        (0.125, 4.0, 0.0, 0.5) if soft else (torch.inf, torch.inf, 8.0, 8.5)
+    )
 
 
 @pytest.mark.parametrize("sampled", [False, True])
