@@ -49,18 +49,14 @@ def labels(report: dict[str, Any]) -> list[str]:
 
 
 def headline(about: dict[str, Any]) -> str:
-    """Pair, dtype, hardware and versions on one line."""
+    """Pair, dtype, hardware and versions on one line, and whether times are the thread's own, not wall time."""
+    own = "'s processor time" * (about.get("clock") == "processor time")
     return (
         f"{about['target']} ({about['target_parameters'] / 1e6:.1f} M parameters), {about['head']} "
         f"({about['head_parameters'] / 1e6:.1f} M), {about['dtype']}, {about['hardware']}, "
-        f"{about['threads']} thread{'s' * (about['threads'] != 1)}{_clock(about)}; "
+        f"{about['threads']} thread{'s' * (about['threads'] != 1)}{own}; "
         + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     )
-
-
-def _clock(about: dict[str, Any]) -> str:
-    """Say that times are the thread's own, where they are; nothing for wall time, and for reports that do not say."""
-    return "'s processor time" if about.get("clock") == "processor time" else ""
 
 
 def as_table(report: dict[str, Any], phases: bool = True) -> str:
