@@ -157,8 +157,7 @@ class Filters:
     """Filters that a list of processors ends with, each of which keeps the tokens with the largest scores.
 
     The token that wins a draw among all tokens wins it among those that are kept too, if it is one of them: only that
-    is found out, where stock's top-p sorts the whole vocabulary for each token (28 ms for 262,144 on one CPU thread,
-    8 after top-k; this takes 1).
+    is found out, where stock's top-p sorts the whole vocabulary for each token.
     """
 
     count: int = 0  # processors
