@@ -61,7 +61,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     prompts = [ids[:PROMPT] for ids in texts if len(ids) >= 4 * PROMPT][:TEXTS]
     found = {}
     for batch in arguments.batch:
-        groups = [torch.tensor(prompts[row : row + batch]) for row in range(0, max(4, batch), batch)]
+        groups = [torch.tensor(prompts[row : row + batch]) for row in range(0, max(4, 2 * batch), batch)]
         for mode, options in MODES.items():
             ratios, tokens = [], []
             for repeat in range(arguments.repeats + 1):
