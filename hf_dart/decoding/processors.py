@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import Any, Self
 
 import numpy as np
@@ -48,14 +48,8 @@ _ROW_FREE = (
     transformers.ExponentialDecayLengthPenalty, transformers.SuppressTokensAtBeginLogitsProcessor,
     AdditivePenaltyLogitsProcessor,
 )  # fmt: skip
-# These keep state per row of the batch, and so need the whole batch.
-_ROW_BOUND = (transformers.EncoderRepetitionPenaltyLogitsProcessor, transformers.EncoderNoRepeatNGramLogitsProcessor)
 _CRITERIA = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria, transformers.StopStringCriteria)
-_FILTERS = {  # in the order in which stock appends them
-    transformers.TopKLogitsWarper: "top_k",
-    transformers.TopPLogitsWarper: "top_p",
-    transformers.MinPLogitsWarper: "min_p",
-}
+_FILTERS = (transformers.TopKLogitsWarper, transformers.TopPLogitsWarper)  # in the order in which stock appends them
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
 OUTLINES_XGRAMMAR = "outlines.backends.xgrammar.XGrammarLogitsProcessor"
 OUTLINES_LLGUIDANCE = "outlines.backends.llguidance.LLGuidanceLogitsProcessor"
@@ -108,12 +102,10 @@ def scores_alone(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in _SCORES_ALONE for processor in processors)
 
 
-def of_rows(processors: LogitsProcessorList, batch_size: int) -> list[LogitsProcessorList] | None:
-    """Return processors for each row that do to it alone what `processors` do in the batch; None if not known."""
+def of_rows(processors: LogitsProcessorList, batch_size: int) -> list[LogitsProcessorList]:
+    """Return processors for each row that do to it alone what known `processors` do in the batch."""
     if batch_size == 1:
         return [processors]
-    if not all(type(processor) in _ROW_FREE or _new_xgrammar(processor) for processor in processors):
-        return None
     return [LogitsProcessorList([_of_row(processor, row) for processor in processors]) for row in range(batch_size)]
 
 
@@ -129,8 +121,8 @@ def _of_row(processor: Any, row: int) -> Any:
 
 
 def all_known(processors: LogitsProcessorList) -> bool:
-    """Return True if all processors are stock's own or xgrammar's, or read a row's text and scores alone."""
-    return all(type(processor) in (*_ROW_FREE, *_ROW_BOUND) or _new_xgrammar(processor) for processor in processors)
+    """Return True if all processors are new ones of xgrammar, or read a row's text and scores alone."""
+    return all(type(processor) in _ROW_FREE or _new_xgrammar(processor) for processor in processors)
 
 
 def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer: Any, generation_config: Any) -> bool:
@@ -152,6 +144,10 @@ def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer:
     )
 
 
+def _is_usual(one: Any) -> bool:
+    return bool(one.filter_value == -np.inf and one.min_tokens_to_keep == 1)
+
+
 @dataclass(frozen=True)
 class Filters:
     """Filters that a list of processors ends with, each of which keeps the tokens with the largest scores.
@@ -160,20 +156,19 @@ class Filters:
     is found out, where stock's top-p sorts the whole vocabulary for each token.
     """
 
-    count: int = 0  # processors
+    processors: Sequence[Any]
     top_k: int = 0  # 0 for no such filter
     top_p: float = np.inf
-    min_p: float = 0.0
 
     @classmethod
-    def ending(cls, processors: LogitsProcessorList) -> Self:
-        """Return the filters at the end of a list; none if they stand in another order than stock's, or keep others."""
-        found = [*takewhile(lambda one: type(one) in _FILTERS, reversed(processors))][::-1]
-        names = [_FILTERS[type(one)] for one in found]
-        in_order = names == [name for name in _FILTERS.values() if name in names]
-        if not in_order or any(one.filter_value != -np.inf or one.min_tokens_to_keep > 1 for one in found):
-            return cls()
-        return cls(len(found), **{name: getattr(one, name) for name, one in zip(names, found, strict=True)})
+    def split(cls, processors: LogitsProcessorList) -> tuple[LogitsProcessorList, Self | None]:
+        """Return a list without the filters of stock's that it ends with, and those, if there are any."""
+        for kinds in (_FILTERS, _FILTERS[:1], _FILTERS[1:]):
+            before, found = processors[: -len(kinds)], processors[-len(kinds) :]
+            if tuple(map(type, found)) == kinds and all(map(_is_usual, found)):
+                limits = getattr(found[0], "top_k", 0), getattr(found[-1], "top_p", np.inf)
+                return LogitsProcessorList(before), cls(found, *limits)
+        return processors, None
 
     def draw(self, scores: Tensor, noise: Tensor) -> int | None:
         """Return the token that stock draws from scores [1, V] on a CPU with Exp(1) noise [1, V].
@@ -192,13 +187,10 @@ class Filters:
             token = int(races.argmax())
             if not 0 < races[token] < np.inf or np.count_nonzero(races >= races[token] * (1 - near)) > 1:
                 return None
-            above, ratio = values > values[token], probabilities[token] / probabilities.max()
+            above = values > values[token]
             before = probabilities[above].sum() / kept  # the share of those that score more, and of its equals
             tied = (np.count_nonzero(values == values[token]) - 1) * probabilities[token] / kept
-            removed = before > self.top_p + near_mass or ratio < self.min_p * (1 - near)
-            if removed or 0 < self.top_k <= np.count_nonzero(above):
-                races[values <= values[token]] = 0  # nor is any that scores less
-            elif before + tied < self.top_p - near_mass and ratio > self.min_p * (1 + near):
-                return token
+            if before > self.top_p + near_mass or 0 < self.top_k <= np.count_nonzero(above):
+                races[values <= values[token]] = 0  # nor is any that scores less kept
             else:
-                return None
+                return token if before + tied < self.top_p - near_mass else None

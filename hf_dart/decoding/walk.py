@@ -57,10 +57,10 @@ class Walker:
     def __init__(self, request: Request, rows: Rows, streaming: Streaming, noise: NoiseStream | None) -> None:
         self._processors = processors = request.processors
         self._rows, self._streaming, self._noise = rows, streaming, noise
-        self._of_rows = of_rows(processors, len(rows))
         self._everywhere = chooses_everywhere(processors, rows.device)
-        drawn_on_cpu = noise is not None and rows.device.type == "cpu" and self._of_rows is not None
-        self._filters = Filters.ending(processors) if drawn_on_cpu else Filters()
+        drawn_here = noise is not None and rows.device.type == "cpu"
+        before, self._filters = Filters.split(processors) if drawn_here else (processors, None)
+        self._of_rows = of_rows(before, len(rows))
         self.scores: tuple[Tensor, ...] | None = () if request.collects("output_scores") else None
         self.logits: tuple[Tensor, ...] | None = () if request.collects("output_logits") else None
 
@@ -125,24 +125,16 @@ class Walker:
         """Return the target's next token of a row from its logits [1, V]."""
         # Some processors write to what they are given, and observers read the target's logits afterwards.
         logits = logits.to(dtype=torch.float32, device=self._rows.device, copy=bool(self._processors))
-        if self._of_rows is not None:
-            processors, ids = self._of_rows[row], self._rows.ids(row)
-            filters = len(processors) - self._filters.count
-            scores = _processed(processors[:filters], ids, logits)
-            if self._filters.count and self._noise is not None:
-                token = self._filters.draw(scores, self._noise.exponential(row, self._rows.emitted[row]))
-                if token is not None:
-                    return token
-                scores = _processed(processors[filters:], ids, scores)
-        else:
-            # Some processors take row b of their input for row b of the batch: give them this row's text in every row.
-            full = logits.new_zeros(len(self._rows), logits.shape[-1])
-            full[row] = logits[0]
-            ids = self._rows.ids(row).expand(len(self._rows), -1)  # shorter rows have no text of this length
-            scores = _processed(self._processors, ids, full)[row : row + 1]
+        ids = self._rows.ids(row)
+        scores = _processed(self._of_rows[row], ids, logits)
         if self._noise is None:
             return largest(scores)
         noise = self._noise.exponential(row, self._rows.emitted[row])
+        if self._filters is not None:
+            token = self._filters.draw(scores, noise)
+            if token is not None:
+                return token
+            scores = _processed(self._filters.processors, ids, scores)
         races = scores.softmax(-1) / noise
         token = largest(races)
         return -1 if races[0, token].isnan() else token
@@ -193,9 +185,7 @@ class _DrawsNothing(TorchDispatchMode):
 def chooses_everywhere(processors: LogitsProcessorList, device: torch.device) -> bool:
     """Return True if a token is chosen at every node in one call, rather than only along the accepted path.
 
-    On an accelerator that saves reading back every token before the next one is chosen. On a CPU nothing is saved: for
-    the packaged pair it took 2.5 to 7.7 times as long at batch 1 and 1.2 to 6.8 times at batch 4 (medians over rounds,
-    greedy and sampled, trees of 1 to 64 nodes). `tests/decoding/test_walk.py` holds both to stock's tokens.
+    On an accelerator that saves reading back every token before the next one is chosen; on a CPU nothing is saved.
     """
     return device.type != "cpu" and scores_alone(processors)
 
@@ -210,7 +200,7 @@ def _processed(processors: Sequence[Any], ids: Tensor, scores: Tensor) -> Tensor
 def largest(scores: Tensor) -> int:
     """Return the first of the tokens with the largest of scores [1, V], or with nan, as `argmax` does.
 
-    On a CPU that takes 7 times as long as NumPy's for 8,192 float32 scores, and 25 times for 262,144.
+    NumPy's takes a small part of the time on a CPU.
     """
     return int(scores.detach().numpy().argmax()) if scores.device.type == "cpu" else int(scores.argmax(-1))
 

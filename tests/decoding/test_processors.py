@@ -9,7 +9,6 @@ import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -21,10 +20,8 @@ from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, Filters,
 FILTERS: dict[str, list[LogitsProcessor]] = {
     "top-k": [TopKLogitsWarper(5)],
     "top-p": [TopPLogitsWarper(0.8)],
-    "min-p": [MinPLogitsWarper(0.1)],
     "top-k, top-p": [TopKLogitsWarper(20), TopPLogitsWarper(0.9)],
-    "all": [TopKLogitsWarper(9), TopPLogitsWarper(0.95), MinPLogitsWarper(0.02)],
-    "few are left": [TopPLogitsWarper(0.2), MinPLogitsWarper(0.5)],
+    "few are left": [TopKLogitsWarper(9), TopPLogitsWarper(0.2)],
     "one is left": [TopPLogitsWarper(0.001)],
 }
 
@@ -34,8 +31,8 @@ FILTERS: dict[str, list[LogitsProcessor]] = {
 def test_a_draw_through_filters_is_stocks(size: int, mode: str) -> None:
     """Of scores as they come, of equal ones, as those of 16 bits often are, and where many tokens are impossible."""
     generator = torch.Generator().manual_seed(size)
-    filters = Filters.ending(LogitsProcessorList([TemperatureLogitsWarper(0.5), *FILTERS[mode]]))
-    assert filters.count == len(FILTERS[mode])
+    _, filters = Filters.split(LogitsProcessorList([TemperatureLogitsWarper(0.5), *FILTERS[mode]]))
+    assert filters is not None
     undecided = 0
     for number in range(240):
         scores = torch.randn(1, size, generator=generator) * (1, 3)[number // 3 % 2]
@@ -55,25 +52,28 @@ def test_a_draw_through_filters_is_stocks(size: int, mode: str) -> None:
 
 def test_where_roundings_decide_nothing_is_drawn() -> None:
     scores, noise = torch.zeros(1, 6), torch.ones(1, 6)
-    assert Filters(1, top_k=3).draw(scores, noise) is None, "which of equal races wins"
+    assert Filters([], top_k=3).draw(scores, noise) is None, "which of equal races wins"
     noise[0, 2] = 0.5
-    assert Filters(1, top_k=3).draw(scores, noise) == 2
-    assert Filters(1, top_p=0.5).draw(scores, noise) is None, "which of equal tokens are kept"
-    assert Filters(1, top_k=3).draw(scores.fill_(torch.nan), noise) is None
-    assert Filters(1, top_k=3).draw(torch.randn(1, 6), noise.fill_(0)) is None
+    assert Filters([], top_k=3).draw(scores, noise) == 2
+    assert Filters([], top_p=0.5).draw(scores, noise) is None, "which of equal tokens are kept"
+    assert Filters([], top_k=3).draw(scores.fill_(torch.nan), noise) is None
+    assert Filters([], top_k=3).draw(torch.randn(1, 6), noise.fill_(0)) is None
 
 
 def test_filters_are_those_of_stock_at_the_end() -> None:
-    def count(*processors: LogitsProcessor) -> int:
-        return Filters.ending(LogitsProcessorList(processors)).count
+    def split(*processors: LogitsProcessor) -> tuple[list[LogitsProcessor], list[LogitsProcessor]]:
+        before, filters = Filters.split(LogitsProcessorList(processors))
+        return [*before], [*filters.processors] if filters else []
 
     class Other(TopPLogitsWarper):
         pass
 
-    k, p, m = TopKLogitsWarper(5), TopPLogitsWarper(0.8), MinPLogitsWarper(0.1)
-    assert (count(), count(k), count(k, TemperatureLogitsWarper(2.0), p, m)) == (0, 1, 2)
-    assert [count(p, k), count(p, p), count(m, TemperatureLogitsWarper(2.0)), count(Other(0.5))] == [0] * 4
-    assert count(TopKLogitsWarper(5, filter_value=-1e4)) == count(TopPLogitsWarper(0.5, min_tokens_to_keep=2)) == 0
+    t, k, p = TemperatureLogitsWarper(2.0), TopKLogitsWarper(5), TopPLogitsWarper(0.8)
+    assert [split(), split(t), split(t, k), split(t, p)] == [([], []), ([t], []), ([t], [k]), ([t], [p])]
+    assert [split(k, p), split(t, k, p), split(k, t, p)] == [([], [k, p]), ([t], [k, p]), ([k, t], [p])]
+    assert [split(p, k), split(p, p), split(p, t)] == [([p], [k]), ([p], [p]), ([p, t], [])]
+    for other in (Other(0.5), TopKLogitsWarper(5, filter_value=-1e4), TopPLogitsWarper(0.5, min_tokens_to_keep=2)):
+        assert split(t, other) == ([t, other], [])
 
 
 def test_what_may_run_on_all_nodes() -> None:
