@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -112,7 +113,9 @@ class TreeGrower:
         found = self.copies(deepest, ended) if copies is None else copies
         if self._most == 1 or proposal is None:
             return self._copied(found, weights)
-        levels = CopyLevels.of(found).beside_draft()
+        # With squared chances: where the drafter expects another token, weak ones are seldom right.
+        levels = CopyLevels.of(found)
+        levels = replace(levels, totals=2 * levels.totals)
         for row, grammar in enumerate(self.grammars):
             if grammar is not None:
                 grammar.restrict(proposal, row)
@@ -181,15 +184,15 @@ class TreeGrower:
 
     def copies(self, deepest: list[int], ended: list[bool] | None = None) -> list[Copies]:
         """Return the earlier text of each row that may be copied after its last committed token."""
-        limits = [min(self._config.lookup, most) for most in deepest]
-        if max(limits) <= 0 or self._most == 1:  # a tree of one node holds no copy
+        limits = [max(min(self._config.lookup, most), 0) for most in deepest]
+        if not any(limits) or self._most == 1:  # a tree of one node holds no copy
             return [NOTHING] * len(deepest)
         ends: list[Collection[int]] = [() if over else self._ends for over in ended or [False] * len(deepest)]
         rows = zip(self.copied, limits, ends, strict=True)
-        found = [row.suggest(most, these) if most > 0 else NOTHING for row, most, these in rows]
+        found = [row.suggest(most, these) if most else NOTHING for row, most, these in rows]
         for row, grammar in enumerate(self.grammars):
             if grammar is not None and not (ended and ended[row]):
-                found[row] = grammar.copies(found[row], max(limits[row], 0))
+                found[row] = grammar.copies(found[row], limits[row])
         return found
 
     def _copied(self, copies: Sequence[Copies], weights: list[float] | None) -> DraftTree:

@@ -130,9 +130,8 @@ class TreeConfig:
 
     def for_levels(self, computed: bool) -> TreeConfig:
         """Return settings for a target whose trees are computed level by level, or (not `computed` so) any other."""
-        if not computed:
-            return replace(self, level_cost=0.0)
-        return replace(self, level_cost=costs.LEVEL_COST if self.level_cost is None else self.level_cost)
+        cost = costs.LEVEL_COST if self.level_cost is None else self.level_cost
+        return replace(self, level_cost=cost if computed else 0.0)
 
     def round_cost(self, batch_size: int, device_type: str, drafted: bool = True) -> RoundCost:
         """Cost of rounds of a batch, from the fields of this config and the estimates of `hf_dart.trees.costs`.

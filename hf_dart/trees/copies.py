@@ -9,7 +9,7 @@ are copied, too. Suffix decoding (arXiv 2411.04975) keeps such texts in a suffix
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import inf, log
@@ -168,14 +168,6 @@ class CopyLevels:
                 columns.append(column)
             tokens[row, columns], totals[row, columns] = one.tokens, one.totals
         return cls(tokens, parents, totals, np.arange(len(width)).repeat(width), ends)
-
-    def beside_draft(self) -> CopyLevels:
-        """Return the copies with squared chances: where the drafter expects another token, weak ones are seldom right.
-
-        Chances are those of all copies, with which a drafter mostly agrees; with them as they are, trees are larger and
-        accept no more.
-        """
-        return replace(self, totals=2 * self.totals)
 
     @property
     def steps(self) -> Array:
