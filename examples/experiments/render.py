@@ -11,9 +11,9 @@ import operator
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import exp, log
+from math import log
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import geometric_mean, mean, stdev
 from typing import Any
 
 import drafts
@@ -137,8 +137,8 @@ def summary(report: dict[str, Any]) -> str:
 def means(report: dict[str, Any]) -> str:
     """A Markdown table of each method's mean ratio over all texts, and its least one, for each mode and batch.
 
-    Of the methods beside copies alone, also the geometric mean of their speed in copies', and its standard error: how
-    far single rows, each of a few calls, may be off.
+    Of the methods beside copies alone, also the geometric mean of their speed in copies', its standard error, by which
+    single rows of a few calls can be told apart from noise, and the least one.
     """
     ratios: dict[tuple[str, int], dict[str, list[float]]] = {}
     for one in report["results"]:
@@ -153,8 +153,10 @@ def means(report: dict[str, Any]) -> str:
         text = f"**{mean(own):.2f}** ({min(own):.2f})"
         if name == copies or len(alone) < 2:
             return text
-        logs = [log(one / other) for one, other in zip(own, alone, strict=True)]
-        return f"{text}, {exp(mean(logs)):.2f} ± {exp(mean(logs)) * stdev(logs) / len(logs) ** 0.5:.2f} of copies"
+        beside = [one / other for one, other in zip(own, alone, strict=True)]
+        typical = geometric_mean(beside)
+        error = typical * stdev(map(log, beside)) / len(beside) ** 0.5
+        return f"{text}; {typical:.2f} ± {error:.2f} ({min(beside):.2f}) of copies"
 
     cells = [
         [f"{mode}, batch {batch}", *(cell(by_method, name) for name in methods)]

@@ -85,7 +85,7 @@ def test_means_beside_copies_have_their_standard_error() -> None:
         for method, ratios in methods.items()
     ]
     assert RENDER.means({"results": rows}).splitlines()[-1] == (
-        "| greedy, batch 1 | **3.00** (2.00) | **5.00** (2.00), 1.41 ± 0.49 of copies |"
+        "| greedy, batch 1 | **3.00** (2.00) | **5.00** (2.00); 1.41 ± 0.49 (1.00) of copies |"
     )
     assert (
         RENDER.means({"results": rows[:3]}).splitlines()[-1]
