@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, replace
+from threading import RLock
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ _OTHER_MODES = (
     "assistant_early_exit", "use_mtp",
 )  # fmt: skip
 _CHOOSING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_PREPARING = RLock()  # calls that begin at once would each pack the weights and try the target
 
 FILL = 64
 """Tokens fed at once when rows that ended early are filled up for a cache that is handed back."""
@@ -169,9 +171,10 @@ def admit(
     refuse_crossing(model, total - min(pads), cached, most)
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     # Nothing of the target has run until here.
-    if not overlaps:
-        pack(model, assistant)
-    check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))
+    with _PREPARING:
+        if not overlaps:
+            pack(model, assistant)
+        check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))
     input_ids = input_ids.long()  # as stock's are once a token is added
     prompt = input_ids if embeddings is None else embeddings
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from threading import Thread
+from threading import Barrier, Thread
+from time import sleep
 from types import MethodType
 from typing import Any
 
@@ -18,7 +19,7 @@ from support.tiny import tiny_head, tiny_target
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dart import attach, detach
+from hf_dart import LookupDrafter, attach, detach
 from hf_dart.models import packed_weights as packing
 from hf_dart.models.forwards import StandIn, standing_in
 from hf_dart.models.packed_weights import pack, packed_weights
@@ -60,6 +61,31 @@ def spoil(target: Any) -> None:
     """Every copy becomes one of other numbers, which shows where copies are read."""
     for layer in packing._known[target].linear:
         layer.copy, layer.fewest = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach() + 1, 16), 1
+
+
+def test_calls_that_begin_at_once_prepare_the_target_once(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards, packs = list[Any](), list[Any]()
+    target.register_forward_pre_hook(lambda *_: forwards.append(None))
+    start, drafter, pack_all = Barrier(3), LookupDrafter(), packing.PackedWeights.pack
+
+    def slowly(weights: Any, layers: list[nn.Linear]) -> None:
+        packs.append(None)
+        sleep(0.1)
+        pack_all(weights, layers)
+
+    def call() -> None:
+        start.wait()
+        target.generate(**batch(1, "sdpa"), max_new_tokens=1, assistant=drafter)
+
+    monkeypatch.setattr(packing.PackedWeights, "pack", slowly)
+    attach(target)
+    forwards.clear()
+    threads = [Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(packs), len(forwards)) == (1, 1 + 7 + 3), "a trial of packed weights, and three prompts"
 
 
 @pytest.mark.parametrize("mode", ["greedy", "T=1"])
