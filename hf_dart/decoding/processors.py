@@ -162,7 +162,8 @@ class Filters:
 
     @classmethod
     def split(cls, processors: LogitsProcessorList) -> tuple[LogitsProcessorList, Self | None]:
-        """Return a list without the filters of stock's that it ends with, and those, if there are any."""
+        """Return a list without the filters of stock's that it ends with, and those; min-p of 0 removes no token."""
+        processors = LogitsProcessorList([one for one in processors if getattr(one, "min_p", True)])
         for kinds in (_FILTERS, _FILTERS[:1], _FILTERS[1:]):
             before, found = processors[: -len(kinds)], processors[-len(kinds) :]
             if tuple(map(type, found)) == kinds and all(map(_is_usual, found)):

@@ -9,6 +9,7 @@ import torch
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -71,6 +72,7 @@ def test_filters_are_those_of_stock_at_the_end() -> None:
     t, k, p = TemperatureLogitsWarper(2.0), TopKLogitsWarper(5), TopPLogitsWarper(0.8)
     assert [split(), split(t), split(t, k), split(t, p)] == [([], []), ([t], []), ([t], [k]), ([t], [p])]
     assert [split(k, p), split(t, k, p), split(k, t, p)] == [([], [k, p]), ([t], [k, p]), ([k, t], [p])]
+    assert split(t, k, p, MinPLogitsWarper(0.0)) == ([t], [k, p]), "as it removes nothing"
     assert [split(p, k), split(p, p), split(p, t)] == [([p], [k]), ([p], [p]), ([p, t], [])]
     for other in (Other(0.5), TopKLogitsWarper(5, filter_value=-1e4), TopPLogitsWarper(0.5, min_tokens_to_keep=2)):
         assert split(t, other) == ([t, other], [])
