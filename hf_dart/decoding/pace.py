@@ -29,9 +29,11 @@ _PRIOR = 0.75  # chance that a draft is assumed to be right at a depth, if it wa
 _TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay; half as many after a pause, then a quarter
 _COMPARED = 128  # drafts of a row beside copies over which what they add is counted; undrafted rounds until forgotten
 # Rounds of a pause; each one is longer by a factor. A trial in 320 rounds costs less than a hundredth of their tokens.
+# Drafts that have paid may pay in the next text: there pauses end with the call after 1, 4, 16 and 64 rounds.
 _FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 320, 4
 _LIKELY = 0.5  # tokens that copies are expected to bring where they may be what spares a draft
 _MEMORY = 32  # drafts of a row, and rounds, over which running means reach
+_NEW_TEXT = 8  # of those drafts, so many of each row still count in the next call, whose text may be of another kind
 _SETTLED = 16  # drafted rounds after which drafts that pay are taken to go on
 _WARN_AFTER = 2  # pauses with no drafts that paid between them
 _LEAD = 4.0  # a row that is ahead of the slowest one by 1 + (its tokens)**0.5 / _LEAD weighs less by a factor of e
@@ -72,9 +74,9 @@ class PaceRecord:
     counts: Array  # [d] drafts that each of them was computed from, those that the prior counts for included
     correction: Array  # [N] measured cost of verifying 1 to N nodes per row, divided by its estimate
     timed: Array  # [N] rounds that were measured, fewer the longer ago they are
-    left: int = 0  # rounds of a pause
-    wait: int = _FIRST_WAIT  # rounds of the next pause
+    paused: int | None = None  # rounds of a pause so far
     pauses: int = 0  # since drafts last paid
+    paid: bool = False  # whether they ever did
     rounds: int = 0  # drafted since the last pause
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
     beside: tuple[float, float] = (_TRIAL, _TRIAL)  # tokens that drafts added beside copies, and that were expected
@@ -138,12 +140,15 @@ class Pace:
         alike = (one for other, one in latest if other[0] == self._kind[0])
         none, sizes = np.zeros(depth), np.zeros(len(self._filled))
         new = PaceRecord(self._prior, none, sizes + 1, sizes)
-        self._record = copy.deepcopy(own or next(alike, new))
+        self._record = record = copy.deepcopy(own or next(alike, new))
         if own is None:
-            like = self._record
-            kept = {name: getattr(like, name) for name in ("beside", "looked", "draft_costs")}
-            self._record = PaceRecord(none, none, like.correction, like.timed, **kept)
-            self._try(like.chances)
+            kept = {name: getattr(record, name) for name in ("beside", "looked", "draft_costs")}
+            self._record = PaceRecord(none, none, record.correction, record.timed, **kept)
+            self._try(record.chances)
+        else:
+            record.counts = np.minimum(record.counts, _NEW_TEXT * batch)
+            if record.paid and record.paused is not None and record.paused >= _LONGER ** (record.pauses - 1):
+                self._try(self._prior)
         self._read_corrections()
 
     @staticmethod
@@ -160,7 +165,7 @@ class Pace:
 
     def may_draft(self, rounds: int) -> bool:
         """Return True if any of so many rounds may be drafted: a pause may last longer."""
-        return self._config.nodes != 1 and not (self._chooses and self._record.left > rounds)
+        return self._config.nodes != 1 and not (self._chooses and self._left_of_pause() > rounds)
 
     def cost(self, drafted: bool = True) -> RoundCost:
         """Cost of a round, with a draft or (not `drafted`) of copied text alone."""
@@ -182,7 +187,7 @@ class Pace:
         """Choose whether the coming round is drafted, and return that and what each row may copy."""
         record = self._record
         due = "node_cost" in self._timed and record.timed[0] < 1  # costs are relative to rounds of the roots alone
-        chooses = self._chooses and not record.left
+        chooses = self._chooses and record.paused is None
         if not (chooses or due):
             return self._config.nodes != 1 and not self._chooses, copies
         self._alone, tokens, self._copies_cost = best_size(copies, weights, self.cost(drafted=False))
@@ -206,8 +211,7 @@ class Pace:
             came, expected = (known + (_TRIAL - known) / _COMPARED for known in record.beside)
             record.beside = came, expected
         if not (drafted or likely) and self._drafts_bring() < cost:  # drafts pay in no other rounds
-            record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
-            record.pauses += 1
+            record.paused, record.pauses = 0, record.pauses + 1
         return drafted, copies
 
     def count(
@@ -232,9 +236,9 @@ class Pace:
         waiting, self._compared = self._compared, []
         for one in waiting:
             self._compare(one, tokens[one.row])
-        if record.left:
-            record.left -= 1
-            if not record.left:
+        if record.paused is not None:
+            record.paused += 1
+            if not self._left_of_pause():
                 self._try(self._prior)
         if not drafted:
             return
@@ -251,7 +255,7 @@ class Pace:
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
         record.drafted = (record.drafted[0] + sum(limit > 0 for limit in limits), record.drafted[1] + sum(emitted))
         if record.rounds >= _SETTLED and self._drafts_bring() > self._cost_of_drafting():
-            record.pauses, record.wait = 0, _FIRST_WAIT
+            record.pauses, record.paid = 0, True
 
     def finish(self, drafter: Drafter[Any], copied: Sequence[RowCopies] = ()) -> None:
         """Keep what the rounds and the copies of each row have shown, and warn once if the drafts do not pay."""
@@ -265,7 +269,7 @@ class Pace:
             records[self._kind] = record
             for oldest in list(records)[:-_KINDS]:
                 records.pop(oldest, None)
-        if record.pauses < _WARN_AFTER or drafter.warned:
+        if record.paid or record.pauses < _WARN_AFTER or drafter.warned:
             return
         drafter.warned = True
         rows, tokens = record.drafted
@@ -290,6 +294,12 @@ class Pace:
             on_draft = (on_draft + on_copies - right) * chance  # of what was right above
             tokens, on_copies = tokens + on_draft, right
         return tokens
+
+    def _left_of_pause(self) -> int:
+        """Return the rounds for which no draft will be made."""
+        record = self._record
+        longest = min(_FIRST_WAIT * _LONGER ** (record.pauses - 1), _LONGEST_WAIT)
+        return 0 if record.paused is None else int(longest) - record.paused
 
     def _drafts_bring(self) -> float:
         """Tokens that a draft is expected to add where there are no copies."""
@@ -322,7 +332,7 @@ class Pace:
     def _try(self, chances: Array) -> None:
         """Begin to draft, at first or after a pause, with chances [d] that little is known of."""
         record = self._record
-        record.rounds, record.added, record.chances = 0, 0.0, chances.copy()
+        record.paused, record.rounds, record.added, record.chances = None, 0, 0.0, chances.copy()
         # After n rejected drafts, n * cost tokens are lost, and the estimate is down to prior * count / (count + n).
         prior, cost, loss = self._drafts_bring(), self._cost_of_drafting(), _TRIAL / 2 ** min(record.pauses, 2)
         record.counts = np.full(self._depth, min(loss / max(prior - cost, prior / 4, 1e-9), _MEMORY))

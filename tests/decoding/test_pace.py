@@ -316,13 +316,39 @@ def test_a_call_goes_on_where_the_last_of_its_kind_ended() -> None:
     assert short[0] == one_call
     assert sum(short[1]) > 2 * sum(one_call)
     (record,) = records.values()
-    left = record.left
+    paused = record.paused
     assert rounds(pace_of(config, records=records, kind=("text",)), 1, [1], nodes=4) == [False]
-    assert record.left == left, "a call that breaks off leaves nothing"
+    assert record.paused == paused, "a call that breaks off leaves nothing"
     assert rounds(pace_of(config, records=records, kind=("code",)), 1, [1], nodes=4) == [True]
     for other in range(200):
         pace_of(config, records=records, kind=(other,)).finish(drafter)
     assert len(records) < 100
+
+
+@pytest.mark.parametrize(
+    ("batch", "given_up", "tried"), [(1, (40, 21), [6, 3, 3, 0, 0, 0]), (4, (10, 10), [2, 1, 1, 0, 0, 0])]
+)
+def test_a_new_text_may_be_of_another_kind(batch: int, given_up: tuple[int, int], tried: list[int]) -> None:
+    """Drafts that have paid are tried by the next calls, and given up sooner than in the text in which they paid."""
+    config, drafter = TreeConfig(draft_cost=0.3, node_cost=0.0), LookupDrafter()
+    records: dict[Any, PaceRecord] = {}
+
+    def drafted(count: int, tokens: int) -> int:
+        pace = pace_of(config, batch, records=records)
+        played = rounds(pace, count, [tokens] * batch, nodes=1)
+        pace.finish(drafter)
+        assert played == sorted(played, reverse=True), "after a pause in the same text"
+        return sum(played)
+
+    assert drafted(40, 2) == 40
+    same = pace_of(config, batch)
+    rounds(same, 40, [2] * batch, nodes=1)
+    assert (sum(rounds(same, 50, [1] * batch, nodes=1)), drafted(50, 1)) == given_up
+    assert [drafted(20, 1) for _ in tried] == tried
+    assert drafted(40, 2) == 40
+    assert drafter.warned is False
+    records.clear()
+    assert [bool(drafted(20, 1)) for _ in range(3)] == [True, False, False], "they never paid"
 
 
 def test_kinds_of_calls() -> None:
