@@ -8,13 +8,10 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_dart.bench.pair import Pair
 from hf_dart.errors import UserError
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.stats import DraftStats
 
 SAMPLED: dict[str, Any] = {"do_sample": True, "temperature": 0.7, "top_k": 0}
 TREE: dict[str, Any] = {"nodes": 24, "depth": 4, "top_k": 24, "lookup": 0}
@@ -56,8 +53,8 @@ def demo(pair: Pair, show: Callable[[str], object] = print) -> bool:
     return verdict.identical
 
 
-def served(pair: Pair, prompts: list[list[int]], seed: int = 0, new_tokens: int = _NEW) -> DraftStats:
-    """Let the head draft for some prompts of one length, `_ROWS` at a time; returns the statistics."""
+def served(pair: Pair, prompts: list[list[int]], seed: int = 0, new_tokens: int = _NEW) -> Any:
+    """Let the head draft for some prompts of one length, `_ROWS` at a time; returns the `DraftStats`."""
     import torch
 
     from hf_dart.decoding.stats import DraftStats

@@ -29,16 +29,7 @@ from hf_dart.decoding.grammars import grammars_of
 from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import (
-    NOTHING,
-    Copies,
-    CopyLevels,
-    Memory,
-    RowCopies,
-    best_size,
-    tree_of_copies,
-    with_copies,
-)
+from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, Memory, RowCopies, best_size, tree_of_copies, with_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores

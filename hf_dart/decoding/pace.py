@@ -297,9 +297,8 @@ class Pace:
 
     def _left_of_pause(self) -> int:
         """Return the rounds for which no draft will be made."""
-        record = self._record
-        longest = min(_FIRST_WAIT * _LONGER ** (record.pauses - 1), _LONGEST_WAIT)
-        return 0 if record.paused is None else int(longest) - record.paused
+        paused, pauses = self._record.paused, self._record.pauses
+        return 0 if paused is None else int(min(_FIRST_WAIT * _LONGER ** (pauses - 1), _LONGEST_WAIT)) - paused
 
     def _drafts_bring(self) -> float:
         """Tokens that a draft is expected to add where there are no copies."""
