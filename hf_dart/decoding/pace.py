@@ -78,6 +78,7 @@ class PaceRecord:
     pauses: int = 0  # since drafts last paid
     paid: bool = False  # whether they ever did
     rounds: int = 0  # drafted since the last pause
+    gained: float = 0.0  # tokens that drafts brought in them, beyond copies
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
     beside: tuple[float, float] = (_TRIAL, _TRIAL)  # tokens that drafts added beside copies, and that were expected
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
@@ -145,9 +146,9 @@ class Pace:
             kept = {name: getattr(record, name) for name in ("beside", "looked", "draft_costs")}
             self._record = PaceRecord(none, none, record.correction, record.timed, **kept)
             self._try(record.chances)
-        else:
+        elif record.paid:
             record.counts = np.minimum(record.counts, _NEW_TEXT * batch)
-            if record.paid and record.paused is not None and record.paused >= _LONGER ** (record.pauses - 1):
+            if record.paused is not None and record.paused >= _LONGER ** (record.pauses - 1):
                 self._try(self._prior)
         self._read_corrections()
 
@@ -250,11 +251,12 @@ class Pace:
                 if right is not None:
                     most = min(self._depth, limits[row] - 1)
                     self._learn(weight, right, emitted[row] - 1, most)
+                    record.gained += share * max(emitted[row] - 1 - right, 0)
         record.rounds += 1
         added = self.cost(drafted=False).of(nodes, levels) - self._copies_cost
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
         record.drafted = (record.drafted[0] + sum(limit > 0 for limit in limits), record.drafted[1] + sum(emitted))
-        if record.rounds >= _SETTLED and self._drafts_bring() > self._cost_of_drafting():
+        if record.rounds >= _SETTLED and record.gained > record.rounds * self._cost_of_drafting():
             record.pauses, record.paid = 0, True
 
     def finish(self, drafter: Drafter[Any], copied: Sequence[RowCopies] = ()) -> None:
@@ -331,7 +333,7 @@ class Pace:
     def _try(self, chances: Array) -> None:
         """Begin to draft, at first or after a pause, with chances [d] that little is known of."""
         record = self._record
-        record.paused, record.rounds, record.added, record.chances = None, 0, 0.0, chances.copy()
+        record.paused, record.chances, record.rounds, record.gained, record.added = None, chances.copy(), 0, 0.0, 0.0
         # After n rejected drafts, n * cost tokens are lost, and the estimate is down to prior * count / (count + n).
         prior, cost, loss = self._drafts_bring(), self._cost_of_drafting(), _TRIAL / 2 ** min(record.pauses, 2)
         record.counts = np.full(self._depth, min(loss / max(prior - cost, prior / 4, 1e-9), _MEMORY))

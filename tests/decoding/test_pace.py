@@ -101,6 +101,16 @@ def test_drafts_in_the_place_of_copies_that_are_right_stop(token: int, goes_on: 
     assert play(pace, {True: [2], False: [1]}, 6, [NOTHING], [0]), "where nothing is copied drafts go on"
 
 
+@pytest.mark.parametrize(("token", "paid"), [(7, False), (8, True)])
+def test_drafts_pay_by_what_copies_do_not_bring(token: int, paid: bool) -> None:
+    """Without copies the drafts are wrong; beside copies the first two tokens, which are 7s, are right."""
+    pace, copy = pace_of(TreeConfig(draft_cost=0.02, node_cost=0.0)), chain_of([token] * 2, log(0.6))
+    for _ in range(20):
+        assert play(pace, {True: [1]}, 6, [NOTHING], [0])
+        play(pace, {True: [3], False: [3]}, 6, [copy], [0])
+    assert pace._record.paid is paid
+
+
 def test_drafts_are_not_compared_with_text_that_has_a_gap() -> None:
     """Rounds beside other calls are counted elsewhere."""
     found = []
@@ -299,20 +309,21 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
         assert again.tolist() == target.generate(ids, max_new_tokens=9, do_sample=False).tolist()
 
 
-def test_a_call_goes_on_where_the_last_of_its_kind_ended() -> None:
+@pytest.mark.parametrize("cost", [0.5, 0.1])
+def test_a_call_goes_on_where_the_last_of_its_kind_ended(cost: float) -> None:
     """Drafts that do not pay are tried once, and not by each of many short calls; other kinds learn for themselves."""
-    config = TreeConfig(draft_cost=0.5, node_cost=0.0)
+    config = TreeConfig(draft_cost=cost, node_cost=0.0)
     drafter = LookupDrafter()
     records: dict[Any, PaceRecord] = {}
     short: list[list[bool]] = []
     for kept in (records, None):
         drafted: list[bool] = []
-        for _ in range(12):
+        for _ in range(10):
             pace = pace_of(config, records=kept, kind=("text",))
             drafted += rounds(pace, 8, [1], nodes=4)
             pace.finish(drafter)
         short.append(drafted)
-    one_call = rounds(pace_of(config), 12 * 8, [1], nodes=4)
+    one_call = rounds(pace_of(config), 10 * 8, [1], nodes=4)
     assert short[0] == one_call
     assert sum(short[1]) > 2 * sum(one_call)
     (record,) = records.values()

@@ -117,12 +117,11 @@ def regenerate(
     own = (row for row in islice(rows_of(sources, settings), rows) if row.number % count == number - 1)
     end = monotonic() + 60 * minutes
     left = takewhile(lambda _: monotonic() < end, (row for row in own if row.number >= first))
-    tokenizer = sources[0][1].tokenizer
     most = seats * (settings.length + settings.new_tokens)
     # If this ends early, the batcher ends first: the threads, which wait for it, end with it.
     with ThreadPoolExecutor(seats) as pool, Batcher(model, head, seats=seats, max_tokens=most) as batcher:
         memory = None if head is None else SuffixStore()
-        writer = Writer(batcher, {*end_tokens(model, tokenizer)}, settings, memory)
+        writer = Writer(batcher, {*end_tokens(model, sources[0][1].tokenizer)}, settings, memory)
         written = deque(pool.submit(writer.record, row) for row in islice(left, 2 * seats))
         while written:
             record = written.popleft().result()
