@@ -78,7 +78,7 @@ class PaceRecord:
     pauses: int = 0  # since drafts last paid
     paid: bool = False  # whether they ever did
     rounds: int = 0  # drafted since the last pause
-    gained: float = 0.0  # tokens that drafts brought in them, beyond copies
+    gained: float = 0.0  # tokens that drafts brought in them beyond copies, less what they cost
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
     beside: tuple[float, float] = (_TRIAL, _TRIAL)  # tokens that drafts added beside copies, and that were expected
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
@@ -251,12 +251,12 @@ class Pace:
                 if right is not None:
                     most = min(self._depth, limits[row] - 1)
                     self._learn(weight, right, emitted[row] - 1, most)
-                    record.gained += share * max(emitted[row] - 1 - right, 0)
+                    record.gained += share * (max(emitted[row] - 1 - right, 0) - self._cost_of_drafting())
         record.rounds += 1
         added = self.cost(drafted=False).of(nodes, levels) - self._copies_cost
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
         record.drafted = (record.drafted[0] + sum(limit > 0 for limit in limits), record.drafted[1] + sum(emitted))
-        if record.rounds >= _SETTLED and record.gained > record.rounds * self._cost_of_drafting():
+        if record.rounds >= _SETTLED and record.gained > 0:
             record.pauses, record.paid = 0, True
 
     def finish(self, drafter: Drafter[Any], copied: Sequence[RowCopies] = ()) -> None:
