@@ -243,15 +243,15 @@ class Pace:
                 self._try(self._prior)
         if not drafted:
             return
+        cost = self._cost_of_drafting()
         for row, share in enumerate(weights):
             if share:
                 weight, copies, limit, more = share * rows, self._copies[row], limits[row], self._expects[row]
                 one = _Compared(row, weight, more, copies, self._alone, limit, emitted[row])
                 right = self._compare(one, tokens[row])
                 if right is not None:
-                    most = min(self._depth, limits[row] - 1)
-                    self._learn(weight, right, emitted[row] - 1, most)
-                    record.gained += share * (max(emitted[row] - 1 - right, 0) - self._cost_of_drafting())
+                    self._learn(weight, right, emitted[row] - 1, min(self._depth, limit - 1))
+                    record.gained += share * (max(emitted[row] - 1 - right, 0) - cost)
         record.rounds += 1
         added = self.cost(drafted=False).of(nodes, levels) - self._copies_cost
         record.added += (added - record.added) / min(record.rounds, _MEMORY)
