@@ -21,7 +21,7 @@ from support.families import needs_running_states
 from support.tiny import tiny_eagle_drafter, tiny_head, tiny_target
 from transformers import LlamaForCausalLM
 
-from hf_dart import LanguageModelDrafter, attach
+from hf_dart import DartHead, LanguageModelDrafter, attach
 from hf_dart.bench.exact import tolerance
 from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.trial import check_verification
@@ -64,7 +64,14 @@ def language_model(target: Any) -> LanguageModelDrafter:
     return LanguageModelDrafter(tiny_target("qwen3", dtype=torch.float32, num_hidden_layers=1), target)
 
 
-@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny.tiny_diffusion_drafter, language_model])
+def selecting_head(target: Any) -> DartHead:
+    return tiny_head(target).add_selector(4)
+
+
+MAKERS = [tiny_head, selecting_head, tiny_eagle_drafter, tiny.tiny_diffusion_drafter, language_model]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 @PLACES
 def test_drafters(place: Place, make: Callable[[Any], Any]) -> None:
     target = tiny_target("qwen3", dtype=torch.float32)

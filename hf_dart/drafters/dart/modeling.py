@@ -129,7 +129,7 @@ class BigramSelector(nn.Module):
         new = tokens[~known[tokens]]
         if len(new):
             vectors = embeddings(new.to(device_of(embeddings))).to(phi)
-            phi[new], psi[new] = self.previous(vectors), self.candidate(vectors)
+            phi[new], psi[new] = self.previous(vectors).to(phi), self.candidate(vectors).to(psi)  # of autocast's dtype
             known[new] = True
         return phi, psi
 
