@@ -11,17 +11,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# What the library learnt to do after its rounds, caches and drafting loops had become one of each: to serve, to learn,
-# copies of other calls' text, grammars, packed weights, Gemma 4's assistants, Muon, and `hf-dart info` and `doctor`.
-LATER = (
-    *("serve", "bench/serving.py", "learning", "cli/demo_learning.py", "decoding/suffix_store.py"),
-    *("decoding/grammars.py", "models/packed_weights.py", "drafters/gemma4", "interop/gemma4.py"),
-    *("training/muon.py", "training/data/frequent.py", "cli/info.py", "cli/doctor.py", "bench/examining.py"),
-)
-LATER_TESTS = (
-    *("serve", "learning", "tools", "decoding/test_suffix_store.py", "decoding/test_grammars.py"),
-    *("models/test_packed_weights.py", "drafters/test_gemma4.py", "bench/test_examining.py"),
-)
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -95,12 +84,6 @@ def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text(encoding="utf8").splitlines()) for path in paths)
 
 
-def without(folder: Path, some: Iterable[str]) -> int:
-    """The lines of a folder without some of its files and folders."""
-    paths = [folder / one for one in some]
-    return lines_of(path for path in folder.rglob("*.py") if not {path, *path.parents} & {*paths})
-
-
 def own_bases(kind: type) -> list[str]:
     """The names of a class's bases that stand in its own package."""
     package = kind.__module__.partition(".")[0]
@@ -122,9 +105,7 @@ def main(package: Path) -> int:
     if package == ROOT / "hf_dart":
         from hf_dart import DartHead
 
-        tests = ROOT / "tests"
-        print(f"lines of tests: {lines_of(tests.rglob('*.py'))}")
-        print(f"lines without what came later: {without(package, LATER)}, of tests: {without(tests, LATER_TESTS)}")
+        print(f"lines of tests: {lines_of((ROOT / 'tests').rglob('*.py'))}")
         print(f"own bases of DartHead: {', '.join(own_bases(DartHead))}")
     return bool(found)
 
