@@ -71,7 +71,7 @@ def check(pair: tuple[Any, DartHead, Any], prompts: list[list[int]], label: str,
 def test_prompts_alone_and_in_batches(
     pair: tuple[Any, DartHead, Any], texts: list[list[int]], size: int, mode: str
 ) -> None:
-    for seed in range(0, min(len(texts), 4 * size), size):
+    for seed in range(0, len(texts), size):
         label = f"{mode}, {size} from prompt {seed}"
         check(pair, texts[seed : seed + size], label, seed=seed, max_new_tokens=NEW_TOKENS, **MODES[mode])
 
