@@ -19,7 +19,7 @@ import torch
 from support import attention_kernels as kernels
 from support.attention_kernels import FLASH, FLEX, HUB, OWN, attends_to_trees, own_kernel, set_attention
 from support.cases import GREEDY, MODES, batch, replay
-from support.compare import assert_identical, run, same, tally
+from support.compare import assert_identical, run, tally
 from support.engines import engine
 from support.sentences import refused
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
@@ -119,8 +119,7 @@ def test_prompts_and_steps_without_drafts_are_the_users(size: int) -> None:
         width = inputs["input_ids"].shape[1]
         assert calls.queries == [width if size == 1 else 13] * layers
         calls.queries.clear()
-        stock = run(target, inputs, 0, **options)
-        same(run(target, inputs, 0, **options, assistant=drafter, tree_config=TreeConfig(nodes=1)), stock)
+        assert_identical(target, drafter, inputs, **options, tree_config=TreeConfig(nodes=1))
         assert calls.queries == 2 * [*[width if size == 1 else 13] * layers, *[1] * 7 * layers]
 
 

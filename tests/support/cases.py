@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from support.compare import stocks
+from support.compare import stock_run
 from support.tiny import VOCABULARY, WINDOW, ReplayDrafter, prompts
 
 FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
@@ -44,5 +44,5 @@ def replay(
 ) -> ReplayDrafter:
     """A drafter that knows stock's answer and misses a share of it, per row."""
     pads = (inputs["attention_mask"] == 0).sum(-1).tolist()
-    sequences = stocks(model, inputs, seed, options).sequences
+    sequences = stock_run(model, inputs, seed, options).sequences
     return ReplayDrafter(sequences, pads, VOCABULARY, misses=misses, draft_length=draft_length)

@@ -86,39 +86,42 @@ def generators(device: torch.device) -> Tensor:
 def both(model: Any, drafter: Any, inputs: dict[str, Any], seed: int, options: dict[str, Any]) -> tuple[Run, Run]:
     """Stock's run and ours, which alone takes options of drafts: they are taken out."""
     drafting = {name: options.pop(name) for name in ("tree_config", "refine", "memory") if name in options}
-    stock = stocks(model, inputs, seed, options)
+    stock = stock_run(model, inputs, seed, options)
     return stock, run(model, inputs, seed, assistant=drafter, **drafting, **options)
 
 
-_MADE: dict[Any, Run] = {}  # stock's runs that are known by what they are made of
+_STOCK_RUNS: dict[Any, Run] = {}
 
 
-def stocks(model: Any, inputs: dict[str, Any], seed: int, options: dict[str, Any]) -> Run:
-    """Stock's run; one of the same weights and plain arguments as an earlier one of this process is that one."""
-    known = made_of(model, inputs, seed, options)
-    made = _MADE.get(known) or run(model, inputs, seed, **options)
-    if known is not None and isinstance(made.output, Tensor):
-        _MADE[known] = made
+def stock_run(model: Any, inputs: dict[str, Any], seed: int, options: dict[str, Any]) -> Run:
+    """Run stock, or take the run of an equal call from earlier in this process."""
+    key = stock_key(model, inputs, seed, options)
+    made = _STOCK_RUNS.get(key) or run(model, inputs, seed, **options)
+    if key is not None and isinstance(made.output, Tensor):
+        _STOCK_RUNS[key] = made
     return made
 
 
-def made_of(model: Any, inputs: dict[str, Any], seed: int, options: dict[str, Any]) -> Any:
-    """What determines stock's run, as a key; None where more does than this can tell."""
-    if model.device.type != "cpu" or is_initialized():  # of several processes, all make it or none
+def stock_key(model: Any, inputs: dict[str, Any], seed: int, options: dict[str, Any]) -> Any:
+    """All that stock's run depends on; None where that is more than transformers' own code, weights and plain values.
+
+    So stock is run for attention that tests register and whose calls they count, too, and of several processes by all.
+    """
+    attention, held = model.config._attn_implementation, model.state_dict().values()
+    if attention not in ("eager", "sdpa") or model.device.type != "cpu" or is_initialized():
         return None
     for module in model.modules():
         code = (*module._forward_hooks.values(), *module._forward_pre_hooks.values(), type(module))
         if "forward" in vars(module) or not all(it.__module__.startswith(("torch.", "transformers.")) for it in code):
             return None
-    held = model.state_dict().values()
-    if any(type(weight) is not Tensor for weight in held):
-        return None
     try:
         asked = json.dumps([seed, options, {name: value.tolist() for name, value in inputs.items()}])
     except (TypeError, AttributeError):
         return None
+    if any(type(weight) is not Tensor for weight in held):
+        return None
     weights = tuple(hash(bytes(weight.reshape(-1).view(torch.uint8).numpy())) for weight in held)
-    kinds = *(value.dtype for value in inputs.values()), model.dtype, model.training, model.config._attn_implementation
+    kinds = *(value.dtype for value in inputs.values()), model.dtype, model.training, attention
     return asked, weights, kinds, repr(model), repr(model.config), repr(model.generation_config)
 
 
