@@ -11,6 +11,7 @@ from. A difference from stock's text beyond a near-tie makes it exit with 1.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 from transformers import StopStringCriteria
 
-from hf_dart import DartHead
+from hf_dart import DartHead, TreeConfig
 from hf_dart.bench import auditing, baselines, report, speed
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli.common import say, show
@@ -202,6 +203,7 @@ def main() -> int:
     parser.add_argument("--head", help="folder of a trained head (default: none, copies alone)")
     parser.add_argument("--dtype", default="float32", help="of weights and computing (default: %(default)s)")
     parser.add_argument("--untrained", action="store_true", help="measure a head of random weights, too")
+    parser.add_argument("--nodes", type=int, nargs="*", default=[], help="measure the head's trees of these sizes, too")
     parser.add_argument("--threads", type=int, help="of the CPU (default: torch's choice)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help=", ".join(KINDS))
     parser.add_argument("--prompts", type=int, default=3, help="of each kind (default: %(default)s)")
@@ -223,6 +225,9 @@ def main() -> int:
     if given.untrained:
         drafters.append(DartHead.from_target(pair.model, tokenizer=pair.tokenizer).eval())
         drafters[0].name_or_path = "an untrained head"
+    for nodes in given.nodes:
+        drafters.append(copy.deepcopy(pair.head))
+        drafters[-1].tree_config, drafters[-1].name_or_path = TreeConfig(nodes=nodes), f"trees of {nodes} nodes"
     found: list[dict[str, Any]] = []
     for kind in given.kinds:
         found += measured(pair, kind, settings, drafters)
