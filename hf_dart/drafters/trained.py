@@ -25,7 +25,7 @@ from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, ref
 from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import TargetModules, device_of, has_rows, host_by_default, rows_of, where_it_runs
-from hf_dart.models.features import lm_head_of, table_of
+from hf_dart.models.features import lent_modules, lm_head_of, table_of
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
@@ -105,11 +105,10 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         Raises:
             ValueError: the drafter has no target, or was made for another one.
         """
-        shared = self.shared
-        own = shared.embeddings is target.get_input_embeddings() and shared.lm_head is lm_head_of(target)
-        if not own and target not in shared.compatible:
+        compatible, lent = self.shared.compatible, lent_modules(target)
+        if not all(module in compatible for module in lent):
             self._check_compatible(target, None)
-            shared.compatible.add(target)
+            compatible.update(lent)
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
         check_compatible(self.config, target, tokenizer)

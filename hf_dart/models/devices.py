@@ -171,8 +171,8 @@ class TargetModules:
         self.embeddings = target.get_input_embeddings()
         self.lm_head = lm_head_of(target)
         self.decoder: Any = target.get_decoder() if hasattr(target, "get_decoder") else None
-        # Other targets that the drafter was found to be compatible with: deep copies and PEFT wrappers.
-        self.compatible: WeakSet[nn.Module] = WeakSet()
+        # These, and those of other targets that the drafter fits: deep copies, and wrappers by PEFT.
+        self.compatible: WeakSet[nn.Module] = WeakSet((self.embeddings, self.lm_head))
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to the target's embeddings [..., E], on its device."""

@@ -59,6 +59,8 @@ def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path, monkeypatch: p
     for _ in range(3):
         twin.generate(**prompts([5]), max_new_tokens=4, assistant=head)
     assert read == [twin]
+    twin.resize_token_embeddings(VOCABULARY + 5)
+    refused(lambda: twin.generate(**prompts([5]), assistant=head), ValueError, f"and .* has {VOCABULARY + 5}")
 
 
 def test_padding_rows_of_the_vocabulary(target: Any, tmp_path: Path) -> None:
