@@ -70,10 +70,9 @@ class _Text:
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
         self._detokenizer = Detokenizer(service.tokenizer, asked.stop, special=bool(asked.functions))
         self._reader = Reader(asked, service.tokenizer, service.model, ids)
-        self.tokens, self.end, self._last = 0, "", "length"
-        given = torch.tensor([ids], device=service.batcher.device)
-        mask, observers = torch.ones_like(given), () if asked.top is None else (self,)
-        self.handle = service.batcher.submit(given, attention_mask=mask, seed=seed, observers=observers, **options)
+        self.tokens, self.end, self._last, self._most = 0, "", "length", options["max_new_tokens"]
+        observers = () if asked.top is None else (self,)
+        self.handle = service.submit(torch.tensor([ids]), seed=seed, observers=observers, **options)
 
     def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
         """See `hf_dart.decoding.session.Observer`."""
@@ -107,7 +106,7 @@ class _Text:
                 break
         if done and not self.end:
             self.handle.result()
-            self.end = self._last
+            self.end = self._last if self.tokens == self._most else "stop"
         if self.end:
             said |= self._read(self._detokenizer.end(), last=True)
         end = "tool_calls" if self.end == "stop" and self._reader.calls else self.end

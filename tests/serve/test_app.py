@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from http.client import HTTPResponse
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from prometheus_client import generate_latest
 from support.compare import run
+from support.sentences import refused as refused_call
 from support.serving import ask, begun, served
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from support.users import TOKENIZER, fail
@@ -23,6 +25,7 @@ from transformers import LogitsProcessorList
 
 from hf_dart import LookupDrafter, SuffixStore, TreeConfig
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
+from hf_dart.errors import UserError
 from hf_dart.serve import app
 from hf_dart.serve.service import Limits, Service, length_of
 
@@ -182,6 +185,21 @@ def test_stop_strings(target: Any, service: Service, client: Any) -> None:
     assert answer.usage.completion_tokens < 35
     assert joined(client.completions.create(**given, stream=True)) == [(text[:cut], "stop")]
     wait_for(lambda: service.batcher.running == 0)
+
+
+def test_generation_configs_of_targets(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What they stop at is served, and what drafts cannot do refused before anything is."""
+    text, _ = stock(target, PROMPT, 5, do_sample=True, max_new_tokens=60)
+    monkeypatch.setattr(target.generation_config, "stop_strings", [text[20:23]])
+    expected, _ = stock(target, PROMPT, 5, do_sample=True, max_new_tokens=60, tokenizer=TOKENIZER)
+    with served(Service(target, TOKENIZER, tiny_head(target), [NAME], LIMITS)) as address:
+        body = {"prompt": PROMPT, "max_tokens": 60, "seed": 5, "temperature": 1}
+        choice = json.loads(ask(address, "/v1/completions", body)[1])["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (expected, "stop")
+    assert len(expected) < len(text)
+    monkeypatch.setattr(target.generation_config, "num_beams", 2)
+    start = partial(Service, target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
+    refused_call(start, UserError, "with the target's generation_config; change it there: .* num_beams=2")
 
 
 @pytest.mark.parametrize("sampled", [False, True])
