@@ -69,14 +69,14 @@ def _best_drafter(default: bool, target: PreTrainedModel, **options: Any) -> Any
         except (OSError, ValueError) as reason:
             reasons.append(f"{known['repository']} is not used: {sentence(reason)}")
             _LOGGER.info(reasons[-1])
+    drafter = LookupDrafter()
+    attach(target, drafter if default else None)
+    model.generate.memory = model.generate.memory or SuffixStore().namespace("")
     _LOGGER.warning(
         f"hf_dart: no published drafter of {model.config.name_or_path or type(model).__name__} can be loaded"
         f"{f' ({reasons[0]})' if reasons else ''}, so text is copied from this call and earlier ones; `hf-dart info` "
         "says what is known, and how to train a head."
     )
-    drafter = LookupDrafter()
-    attach(target, drafter if default else None)
-    model.generate.memory = model.generate.memory or SuffixStore().namespace("")
     return drafter
 
 
