@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -18,23 +18,25 @@ from hf_dart.hub.loading import DTYPES, PACKAGED, load_tokenizer
 from hf_dart.hub.tables import aligned
 
 
-def number(kind: type, holds: Callable[[Any], bool], says: str) -> Callable[[str], Any]:
-    """Make a type for argparse: numbers for which `holds` is true; others are refused as not being `says`."""
+def checked(kind: Callable[[str], Any], holds: Callable[[Any], bool], says: str) -> Callable[[str], Any]:
+    """Make a type for argparse: values for which `holds` is true; other text is refused as not being `says`."""
 
     def read(text: str) -> Any:
-        value = kind(text)
-        if not holds(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {says}")
-        return value
+        with suppress(ValueError):
+            if holds(found := kind(text)):
+                return found
+        raise argparse.ArgumentTypeError(f"{text} is not {says}")
 
-    read.__name__ = kind.__name__  # argparse names the type where `kind` itself refuses
     return read
 
 
-positive = number(int, lambda value: value >= 1, "1 or more")
-seed = number(int, lambda value: 0 <= value < 2**32, f"from 0 to {2**32 - 1}")
-temperature = number(
-    float, lambda value: value == 0 or LEAST_TEMPERATURE <= value < inf, f"0, or {LEAST_TEMPERATURE:g} or more"
+positive = checked(int, lambda number: number >= 1, "a whole number of 1 or more")
+seed = checked(int, lambda number: 0 <= number < 2**32, f"a whole number from 0 to {2**32 - 1}")
+temperature = checked(
+    float, lambda number: number == 0 or LEAST_TEMPERATURE <= number < inf, f"0, or {LEAST_TEMPERATURE:g} or more"
+)
+json_object = checked(
+    json.loads, lambda found: isinstance(found, dict), """a JSON object, such as '{"load_in_4bit": true}'"""
 )
 
 
@@ -65,7 +67,7 @@ def placing_options() -> argparse.ArgumentParser:
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
     target.add_argument("--attn-implementation", metavar="NAME", help="attention of the target, as for from_pretrained")
     fields = 'of the target: fields of a quantization config of transformers, such as {"load_in_4bit": true}'
-    target.add_argument("--quantization", type=json.loads, metavar="JSON", help=fields)
+    target.add_argument("--quantization", type=json_object, metavar="JSON", help=fields)
     target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
     return target
 

@@ -92,13 +92,15 @@ def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[s
         options |= sampled if arguments.temperature else {"do_sample": False}
     prompt = check_text(arguments.prompt, "The prompt")
     pair = common.load(arguments)
+    options["tokenizer"] = pair.tokenizer  # for stop_strings of the target's generation_config
     if arguments.chat:
         turn, thinking = [{"role": "user", "content": prompt}], arguments.thinking
         flags = thinking_of(pair) if thinking is None else {"enable_thinking": thinking}
         about = "Leave --chat out; the target's chat template does not take this prompt"
         with as_user_error(Exception, about=about):  # a template is a program
             prompt = pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)
-    encoded = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=not arguments.chat)
+    special = not arguments.chat
+    encoded = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=special, return_attention_mask=True)
     if encoded["input_ids"].shape[1] == 0:
         raise UserError("The prompt is empty; give some text.")
     inputs = {name: encoded[name].to(pair.model.device) for name in ("input_ids", "attention_mask")}

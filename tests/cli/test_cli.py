@@ -69,6 +69,23 @@ def test_generate_streams_what_stock_streams(options: list[str], capsys: pytest.
     assert re.fullmatch(r"\d+\.\d tokens/s\n", capsys.readouterr().err)
 
 
+def test_generate_of_targets_that_stop_at_strings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And whose tokenizer makes no mask."""
+    shutil.copytree(TARGET, tmp_path / "target")
+    for name, more in (
+        ("generation_config.json", {"stop_strings": ["("]}),
+        ("tokenizer_config.json", {"model_input_names": ["input_ids"]}),
+    ):
+        file = tmp_path / "target" / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    words = ["generate", PROMPT, "--target", str(tmp_path / "target"), "--dtype", "float32", "--temperature", "0"]
+    assert main([*words, "--head", HEAD]) == 0
+    drafted = capsys.readouterr().out
+    assert main([*words, "--stock"]) == 0
+    assert capsys.readouterr().out == drafted
+    assert drafted.rstrip("\n").endswith("(")
+
+
 def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target, head = tmp_path / "target", tmp_path / "head"
     shutil.copytree(TARGET, target)
@@ -135,7 +152,8 @@ def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(tmp_path: Pat
     [
         "", "generate", "generate x --temperature -1", "generate x --temperature 1e-320",
         "generate x --temperature nan", "generate x --seed -99999999999999999999", "demo --new-tokens 0",
-        "bench --batch one", "bench --rivals eagles",
+        "bench --batch one", "bench --rivals eagles", "generate x --quantization {load_in_4bit}",
+        "generate x --quantization [4]",
     ],
 )  # fmt: skip
 def test_unusable_options_exit_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
