@@ -17,12 +17,13 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import FileResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from hf_dart.serve import answers
 from hf_dart.serve.parameters import Asked, ChatAsked, CompletionAsked, ResponseAsked
 from hf_dart.serve.refusal import Refusal
 from hf_dart.serve.service import Service
-from hf_dart.serve.writing import ClientGoneError, Texts
+from hf_dart.serve.writing import Texts
 
 log = logging.getLogger("hf_dart.serve")
 
@@ -108,7 +109,7 @@ async def _answer(service: Service, kind: Any, asked: Asked, request: Request) -
         answer = kind(asked, texts, service.names[0], service.tokenizer)
         streams = bool(asked.stream)
         return _Stream(answer, texts, service.limits.timeout) if streams else JSONResponse(await answer.whole())
-    except ClientGoneError:
+    except ClientDisconnect:
         return Response(status_code=499)
     finally:
         if not streams:
@@ -136,7 +137,7 @@ async def _events(answer: Any) -> AsyncIterator[str]:
     try:
         async for one in answer.events():
             yield one
-    except ClientGoneError:
+    except ClientDisconnect:
         return
     except Refusal as refusal:
         yield answer.failed(refusal)

@@ -12,7 +12,7 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
@@ -23,10 +23,6 @@ from hf_dart.serve.parameters import Asked
 from hf_dart.serve.refusal import Refusal
 from hf_dart.serve.service import Service
 from hf_dart.serve.tools import Call, Reader
-
-
-class ClientGoneError(Exception):
-    """The client of a request has left."""
 
 
 class TokenLogprob(NamedTuple):
@@ -144,7 +140,7 @@ class Texts:
         return sum(map(len, self._prompts)), sum(text.tokens for text in self._texts)
 
     async def begin(self) -> None:
-        """Hand the texts to the batcher, and wait for a token; raise a `Refusal` or, if the client left, that error."""
+        """Hand the texts to the batcher, and wait for a token; raise a `Refusal`, or `ClientDisconnect`."""
         service, loop = self._service, asyncio.get_running_loop()
         grammar = None
         if self._asked.masked:
@@ -174,7 +170,7 @@ class Texts:
         await self._in_time(self._news.wait())
         self._news.clear()
         if self._gone:
-            raise ClientGoneError
+            raise ClientDisconnect
 
     async def _in_time(self, awaited: Awaitable[Any]) -> Any:
         """Wait for something until the time of the answer is over; return what it gives."""
