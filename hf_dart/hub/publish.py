@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import CommitInfo, HfApi, constants
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
 from hf_dart.errors import sentence
@@ -133,8 +133,6 @@ def write_repository(folder: str | Path, destination: Path, facts: HeadFacts, ca
 def _card_of(api: HfApi, repository: str, revision: str | None) -> str | None:
     try:
         file = api.hf_hub_download(repository, constants.REPOCARD_NAME, revision=revision)
-    except LocalEntryNotFoundError:  # the request failed; the file may exist
-        raise
-    except EntryNotFoundError:
+    except RemoteEntryNotFoundError:  # a local one says that the request failed; the file may exist
         return None
     return Path(file).read_bytes().decode("utf-8-sig")
