@@ -52,12 +52,9 @@ class Reader:
         self._parser: Any = None
         if not asked.functions:
             return
-        try:
-            from transformers.cli.serving.utils import get_response_template, response_events_to_chunks
-            from transformers.utils.chat_parsing import ResponseParser
-        except ImportError as error:
-            message = "tools need a newer transformers on the server; update it, or leave them out."
-            raise Refusal(message, "tools") from error
+        from transformers.cli.serving.utils import get_response_template, response_events_to_chunks
+        from transformers.utils.chat_parsing import ResponseParser
+
         template = _FORM if asked.forced else get_response_template(tokenizer, model)
         if template is None:
             message = "The tokenizer has no response_template, which says what a call looks like"

@@ -23,8 +23,6 @@ from hf_dart.serve.parameters import ChatAsked
 from hf_dart.serve.service import Limits, Service
 from hf_dart.serve.tools import Reader
 
-pytest.importorskip("transformers.utils.chat_parsing")
-
 TEMPLATE = """{% if tools %}{{ tools | tojson }}
 {% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}
 {{ c.function.name }}({{ c.function.arguments.path }}){% endfor %}{{ m.tool_call_id }}
