@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from packaging.requirements import Requirement
 
 from hf_dart.bench import profiling, speed, suites
-from hf_dart.bench.exact import run, timed
+from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair, load_quietly, shown_name, target_of, thinking_of, with_head
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.lookup import LookupDrafter
@@ -25,7 +24,7 @@ from hf_dart.hub.publish import BENCH
 from hf_dart.hub.tables import OURS, STOCK, Verdict, markdown
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.features import vocabulary_size
-from hf_dart.models.packed_weights import free_memory, packable, packed_copy, packed_linear, packs, weights_of
+from hf_dart.models.packed_weights import free_memory, packable, packed_copy, packed_linear, packs, seconds, weights_of
 from hf_dart.models.tokenizers import template_hash
 
 Check = dict[str, Any]
@@ -141,10 +140,8 @@ def _fit(pair: Pair) -> Iterator[Check]:
 def product_seconds(dtype: torch.dtype) -> float:
     """Seconds of a layer's product for four tokens on the CPU, as trees compute it, the least of several."""
     rows, weight = torch.ones(4, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
-    product: Any = partial(torch.nn.functional.linear, weight=weight)
-    if packs(dtype):
-        product = partial(packed_linear, copy=packed_copy(weight))
-    return min(timed(rows.device, lambda: product(rows))[0] for _ in range(8))
+    product, stored = (packed_linear, packed_copy(weight)) if packs(dtype) else (torch.nn.functional.linear, weight)
+    return min(seconds(product, rows, [stored]) for _ in range(8))
 
 
 def _measure(pair: Pair, new_tokens: int, checks: list[Check]) -> list[dict[str, Any]]:
@@ -162,7 +159,7 @@ def _measure(pair: Pair, new_tokens: int, checks: list[Check]) -> list[dict[str,
         code[_COSTED] = f"drafter.tree_config = dataclasses.replace(drafter.tree_config, **{costs})"
     settings = speed.Settings(len(prompts), max(map(len, prompts)), new_tokens, repeats=1, batches=(1,))
     measured = speed.measure(pair, prompts, settings, methods, {"greedy": speed.MODES["greedy"]})
-    seconds = {one.method: sum(one.seconds) for one in measured}
+    spent = {one.method: sum(one.seconds) for one in measured}
     verdict = sum((one.verdict for one in measured if one.verdict is not None), Verdict())
     checks.append(_check("same text", verdict.identical, str(verdict), "run hf-dart audit, and open an issue"))
     tau = next(one.stats.tau for one in measured if one.method == OURS)
@@ -171,10 +168,10 @@ def _measure(pair: Pair, new_tokens: int, checks: list[Check]) -> list[dict[str,
     remedy = "look at template, thinking and language, or adapt the head (docs/lora.md)"
     good = promised is None or tau >= _KEPT * promised
     checks.append(_check("acceptance length", good, f"{tau:.2f} on {len(prompts)} greedy prompts; {told}", remedy))
-    ratio = seconds[STOCK] / seconds[OURS]
+    ratio = spent[STOCK] / spent[OURS]
     checks.append(_check("speed", ratio >= 1, f"{ratio:.2f} times stock's", "see the settings that would gain most"))
 
-    gains = [(seconds[OURS] / seconds[name], line) for name, line in code.items()]
+    gains = [(spent[OURS] / spent[name], line) for name, line in code.items()]
     if _load() < 0.5 * _cores():  # else the other programs decide
         gains += _of_threads(pair, prompts[:2], new_tokens)
     best = sorted((one for one in gains if one[0] > _LEAST_GAIN), reverse=True)[:_SETTINGS]
