@@ -74,14 +74,12 @@ def measure(
         """Least seconds per round of the runs of a tree."""
         return min(spent(one) / max(one.stats.rounds, 1) for one in runs[name])
 
-    def draft_of(one: Any) -> float:
-        return one.stats.seconds["draft"]
-
     def rest_of(one: Any) -> float:
         return one.seconds - one.stats.seconds["prefill"] - one.stats.seconds["draft"]
 
-    plain = quickest("1", lambda one: rest_of(one) + draft_of(one))
-    draft = min(quickest(name, draft_of) for name in ([_CHAIN] if has_level else trees.keys() - {"1"}))
+    plain = quickest("1", lambda one: one.seconds - one.stats.seconds["prefill"])
+    drafted = [_CHAIN] if has_level else trees.keys() - {"1"}
+    draft = min(quickest(name, lambda one: one.stats.seconds["draft"]) for name in drafted)
     found: dict[str, Any] = {"draft_cost": round(draft / plain, 3)}
     if has_level:
         more = quickest(_CHAIN, rest_of) - quickest(_BUSHY, rest_of)
