@@ -33,9 +33,7 @@ class Detokenizer:
 
     def end(self) -> str:
         """Return the rest of the text."""
-        rest = self._up_to_stop(self._decode()[self._passed :]) + self._held
-        self._ids, self._passed, self._held = [], 0, ""
-        return rest
+        return self._up_to_stop(self._decode()[self._passed :]) + self._held
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._ids, skip_special_tokens=not self._special)
