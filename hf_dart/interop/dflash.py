@@ -120,7 +120,8 @@ def _read_zlab(fields: Fields) -> dict[str, Any]:
     # SGLang takes all of SpecForge's drafters as DFlash's.
     kind = inner.choice("projector_type", _CALLED if kind == "dflash" else (kind,), kind)
     backbone = _backbone(fields)
-    causal = _flag(inner, _CAUSAL, None)
+    said = inner.named(*_CAUSAL)
+    causal = inner.flag(said) if said in inner else None
     vocab_size = fields.integer("vocab_size", 1, MANY)
     target_layers = inner.integer("num_target_layers", 1, MANY) if "num_target_layers" in inner else None
     cap = inner.number("final_logit_softcapping", 0.0, positive=False)
@@ -141,14 +142,6 @@ def _read_zlab(fields: Fields) -> dict[str, Any]:
     inner.finish()
     fields.finish((*HARMLESS, "num_anchors"))
     return config
-
-
-def _flag(fields: Fields, names: tuple[str, ...], default: bool | None) -> bool | None:
-    """Return the one value of fields that mean the same."""
-    value = fields.given(*names)
-    if value is not None and not isinstance(value, bool):
-        raise fields.wrong(next(name for name in names if name in fields), value, "true or false")
-    return default if value is None else value
 
 
 def _read_speculators(fields: Fields) -> dict[str, Any]:
@@ -183,7 +176,7 @@ def _block(kind: str, fields: Fields, backbone: Qwen3Config, vocab_size: int) ->
     for name in (name for other, names in parts.items() if other != kind for name in names):
         if fields.given(name):
             raise fields.wrong(name, fields.given(name), f"left out, as a {_CALLED[kind]} drafter has no such part")
-    anchor_predicts = bool(_flag(fields, _ANCHOR, kind == "dspark"))
+    anchor_predicts = fields.flag(fields.named(*_ANCHOR), kind == "dspark")
     known = {
         # Without the entry that is known a block has one at least.
         "block_size": fields.integer("block_size", 1 if anchor_predicts else 2, _MOST_SLOTS),

@@ -56,6 +56,11 @@ class Fields:
             )
         return values[0] if values else None
 
+    def named(self, *names: str) -> str:
+        """Return which of these names of one thing there is, else the first; raise as `given` does."""
+        self.given(*names)
+        return next((name for name in names if name in self), names[0])
+
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
         """Return a whole number; as all of these, raise a `ValueError` for anything else."""
         value = self._value(name, default)
@@ -93,7 +98,8 @@ class Fields:
 
     def part(self, *names: str, outer: Collection[str] = ()) -> Fields:
         """Return the fields of an object inside that has one of these names; `outer` ones may stand next to it."""
-        value, named = self.given(*names), next((name for name in names if name in self), names[0])
+        named = self.named(*names)
+        value = self.given(named)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(named, value, "an object")
         return Fields(value or {}, f"{self.kind}'s {named}", {name: self.given(name) for name in outer})
