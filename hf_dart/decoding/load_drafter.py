@@ -17,7 +17,8 @@ from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.registry import registered
 from hf_dart.errors import sentence
 from hf_dart.hub.download import HUB_OPTIONS, head_config, tensor_names
-from hf_dart.hub.known_drafters import path_of, published_drafters
+from hf_dart.hub.known_drafters import published_drafters
+from hf_dart.hub.loading import head_path
 
 _AUTO = "auto"
 _LOGGER = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ def _best_drafter(default: bool, target: PreTrainedModel, **options: Any) -> Any
     model, reasons = unwrapped(target), list[str]()
     for known in published_drafters(model.config)[1]:
         try:
-            return load_drafter(path_of(known["repository"]), default=default, target=target, **options)
+            return load_drafter(head_path(known["repository"]), default=default, target=target, **options)
         except (OSError, ValueError) as reason:
             reasons.append(f"{known['repository']} is not used: {sentence(reason)}")
             _LOGGER.info(reasons[-1])

@@ -7,8 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD
-
 
 @cache
 def published_table() -> dict[str, Any]:
@@ -32,8 +30,3 @@ def published_drafters(config: Any) -> tuple[str, list[dict[str, Any]]]:
     named = [known for known in fits if known["name"].lower().rpartition("/")[2] == name.rpartition("/")[2]]
     found = named or [known for known in fits if "sizes" in known] or [{"name": "", "drafters": []}]
     return found[0]["name"], found[0]["drafters"]
-
-
-def path_of(repository: str) -> str:
-    """Return the folder or Hub id that the `repository` of the table stands for."""
-    return str(PACKAGED_HEAD) if repository == PACKAGED else repository

@@ -19,6 +19,11 @@ def target_path(target: str | None) -> str:
     return str(PACKAGED_TARGET) if target in (None, "", PACKAGED) else os.path.expanduser(str(target))
 
 
+def head_path(head: str) -> str:
+    """Return the folder or Hub id that a head's name stands for."""
+    return str(PACKAGED_HEAD) if head == PACKAGED else head
+
+
 def load_tokenizer(name: str | None = None, **options: Any) -> Any:
     """Load the tokenizer of a target, or of a folder or Hub id that holds a tokenizer alone; `options` as there."""
     from transformers import AutoTokenizer

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import AutoConfig, Qwen3Config
 
-from hf_dart.hub.known_drafters import path_of, published_drafters, published_table
-from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, target_path
+from hf_dart.hub.known_drafters import published_drafters, published_table
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, head_path, target_path
 
 SIZES = {"hidden_size": 2560, "num_hidden_layers": 36, "vocab_size": 151936}
 
@@ -43,8 +43,8 @@ def test_which_target_is_which() -> None:
         found, drafters = published_drafters(config)
         assert (found, bool(drafters)) == (known, bool(known))
     _, (packaged,) = published_drafters(AutoConfig.from_pretrained(PACKAGED_TARGET))
-    assert path_of(packaged["repository"]) == str(PACKAGED_HEAD)
-    assert path_of("JetSpec/jetspec-qwen3-8b") == "JetSpec/jetspec-qwen3-8b"
+    assert head_path(packaged["repository"]) == str(PACKAGED_HEAD)
+    assert head_path("JetSpec/jetspec-qwen3-8b") == "JetSpec/jetspec-qwen3-8b"
 
 
 def test_the_folder_of_a_recipe_may_be_in_ones_own() -> None:
