@@ -162,7 +162,7 @@ def main() -> None:
     print(content["markdown"])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
-    if not all(one.identical for one in measurements if one.ours):
+    if not all(one.verdict.identical for one in measurements if one.ours):
         sys.exit("An output was not stock's.")
 
 

@@ -184,7 +184,7 @@ def main(words: Sequence[str] | None = None) -> int:
     }
     show(as_table(content))
     write_json(arguments.json, content)
-    return 0 if all(one.identical for one in measurements) else 1
+    return 0 if all(one.verdict.identical for one in measurements) else 1
 
 
 if __name__ == "__main__":

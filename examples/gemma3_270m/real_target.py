@@ -188,7 +188,7 @@ def measured(pair: Pair, kind: str, settings: speed.Settings, drafters: Sequence
     say(f"{kind}: {len(cut)} prompts of up to {max(map(len, cut))} tokens")
     names = ("lookup", "copies", "tree") if pair.head.draft_length else ("lookup", "tree")
     found = speed.measure(pair, cut, settings, baselines.methods(pair, names, drafters=drafters), modes, quiet=False)
-    if not all(one.identical for one in found if one.ours):
+    if not all(one.verdict.identical for one in found if one.ours):
         batch = cut if cut[1:] else cut * 2
         about = report.circumstances(pair, replace(settings, prompts=len(batch)), kind, sys.argv)
         print(auditing.as_table({**about, **auditing.audit(pair, batch, settings)}))

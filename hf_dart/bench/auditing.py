@@ -46,7 +46,7 @@ def audit(pair: Pair, prompts: list[list[int]], settings: Settings, quiet: bool 
             entries = {name: _entry(one) for name, one in parted.items()}
             findings.append({"mode": mode, "prompt": row + 1, **entries})
     attention = TreeAttention(pair.model)
-    verdict = sum((one.verdict for one in measured if one.verdict is not None), Verdict())
+    verdict = sum((one.verdict for one in measured), Verdict())
     return {
         "settings": asdict(settings),
         "passed": verdict.identical,

@@ -63,7 +63,7 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
         "repeated_4grams": repeated_4grams(written),
         "peak_memory_bytes": one.peak,
     }
-    if one.verdict is not None:
+    if one.compared:
         result |= {"identical": one.verdict.identical, "compared": asdict(one.verdict)}
     if stats.rounds:
         spent = {name: seconds for name, seconds in phases.items() if name != "prefill"}

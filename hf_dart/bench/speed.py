@@ -58,10 +58,11 @@ class Measurement:
     batch: int
     mode: str
     method: str
-    verdict: Verdict | None  # comparison with stock, over all repeats; None where another text is as good
+    compared: bool  # with stock; not where another text is as good
     ours: bool  # whether it is a drafter of ours, whose text has to be stock's
     runs: list[list[Run]] = field(default_factory=list)  # by repeat, one of each batch
-    differences: list[Difference | None] = field(default_factory=list)  # from stock, row by row, beside a verdict
+    verdict: Verdict = field(default_factory=Verdict)  # of the comparison, over all repeats
+    differences: list[Difference | None] = field(default_factory=list)  # from stock, row by row
     peak: int = 0  # bytes allocated on a CUDA device, the highest of all its calls; 0 elsewhere
 
     @property
@@ -91,11 +92,6 @@ class Measurement:
                 merged.merge(done.stats)
         return merged
 
-    @property
-    def identical(self) -> bool:
-        """True if the text equals stock's, or was not compared."""
-        return self.verdict is None or self.verdict.identical
-
 
 def in_turn(items: list[T], number: int) -> list[T]:
     """Return all methods, another one first at every `number`, so that a busy machine slows down all alike."""
@@ -123,7 +119,7 @@ def measure(
             # Stock's assisted sampling draws other numbers, and writes another text.
             other = method == STOCK or (options["do_sample"] and "assistant_model" in drafting[method])
             ours = "assistant" in drafting[method]
-            measurements.append(Measurement(batch, mode, method, None if other else Verdict(), ours))
+            measurements.append(Measurement(batch, mode, method, not other, ours))
     groups = {
         batch: [
             pad_left(prompts[start : start + batch], pad_token(pair), pair.model.device)
@@ -159,11 +155,10 @@ def measure(
             one.peak = max(one.peak, torch.cuda.max_memory_allocated(device)) if on_cuda else 0
     for stock in [one for one in measurements if one.method == STOCK]:
         alike = (one for one in measurements if (one.batch, one.mode) == (stock.batch, stock.mode))
-        others = [one for one in alike if one.verdict is not None]
+        others = [one for one in alike if one.compared]
         calls = zip(*(chain.from_iterable(one.runs) for one in (stock, *others)), strict=True)
         for theirs, *drafted in calls:
             for one, other, found in zip(others, drafted, differences(theirs, *drafted), strict=True):
-                assert one.verdict is not None
                 one.verdict += compare(theirs, other, found)
                 one.differences += found
     return measurements

@@ -61,11 +61,7 @@ def demo(pair: Pair, *, new_tokens: int, color: bool, prompts: tuple[str, ...] =
 
     if color:
         print(f"{pen(_DIM, 'prompt')} · {pen(_GREEN, 'accepted draft tokens')} · the target's own tokens")
-    verdict = Verdict()
-    for one in measured:
-        if one.verdict is None:  # stock's
-            continue
-        verdict += one.verdict
+    for one in [one for one in measured if one.ours]:
         for number, (prompt, run) in enumerate(zip(prompts, one.runs[0], strict=True), start=1):
             assert run.stats is not None
             print(pen(_BOLD, f"\n{one.mode}, prompt {number}: {run.seconds:.2f} s, τ {run.stats.tau:.2f}"))
@@ -74,6 +70,7 @@ def demo(pair: Pair, *, new_tokens: int, color: bool, prompts: tuple[str, ...] =
     about = report.circumstances(pair, settings, "the demo", ["hf-dart", "demo"])
     print("\n" + aligned(as_table({**about, "results": report.results(measured)}, phases=False)))
     print("τ: tokens per forward pass of the target; `hf-dart view` draws the tree of every pass")
+    verdict = sum((one.verdict for one in measured), Verdict())
     print(pen(_BOLD, f"identical: {verdict}"))
     return verdict.identical
 

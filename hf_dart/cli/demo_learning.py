@@ -48,7 +48,7 @@ def demo(pair: Pair, show: Callable[[str], object] = print) -> bool:
     settings = speed.Settings(2, 64, _NEW, repeats=1, batches=(1,))
     drafting = {OURS: {"assistant": pair.head, "tree_config": TreeConfig(**TREE)}}
     measured = speed.measure(pair, before[:2], settings, drafting, {"sampled": SAMPLED})
-    verdict = sum((one.verdict for one in measured if one.verdict is not None), Verdict())
+    verdict = sum((one.verdict for one in measured), Verdict())
     show(f"identical: {verdict}")
     return verdict.identical
 
