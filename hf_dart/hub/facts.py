@@ -94,11 +94,6 @@ class HeadFacts:
         known["license"] = known.get("license") or config.origin_license
         return cls(kind, kind.texts, config, parameters, size, dtype, training=record, bench=report, **known)
 
-    @property
-    def target(self) -> str | None:
-        """The target's name, on the Hub or not."""
-        return self.base_model or self.config.target_name
-
 
 def _weights(folder: Path) -> tuple[int, int, str]:
     """Parameters, bytes and dtype of all safetensors files in `folder`."""
