@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import shlex
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,10 +18,8 @@ def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, s
     """Versions of Python, this package and others, as far as they are installed."""
     found = {"python": platform.python_version()}
     for name in ("hf-dart", *packages):
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = torch.__version__ if name == "torch" else version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 
