@@ -63,7 +63,6 @@ def module_format(content: dict[str, Any], names: Callable[[], Collection[str]])
     """Return a description if a config.json, or the names of the tensors, are those of a checkpoint with a module."""
     if is_speculators(content):
         return "a multi-token prediction head in the format of speculators"
-    # MiMo-V2's config names no module.
     unnamed = str(content.get("model_type")).startswith("mimo_v2") and has_unnamed_modules(names())
     return "a target with a multi-token prediction module" if module_count(content) or unnamed else None
 
