@@ -62,18 +62,18 @@ def headline(about: dict[str, Any]) -> str:
 def as_table(report: dict[str, Any], phases: bool = True) -> str:
     """Return the Markdown tables of a bench, with what it was measured on above: speed, and times by phase."""
     settings, entries = report["settings"], report["results"]
-    cases = labels(report)
+    several = any(labels(report))
     lines = [
         headline(report),
         f"{settings['prompts']} prompts of up to {settings['prompt_tokens']} tokens from {report['text']}, "
         f"{settings['new_tokens']} new tokens; median [min, max] of {settings['repeats']} interleaved "
         f"repeats{_framing(report)}",
         "",
-        *_speeds(entries, cases),
+        *_speeds(entries, several),
     ]
-    drafted = [(one, case) for one, case in zip(entries, cases, strict=True) if "tau" in one]
+    drafted = [one for one in entries if "tau" in one]
     if drafted and phases:
-        lines += ["", *_phases(drafted)]
+        lines += ["", *_phases(drafted, several)]
     return "\n".join(lines)
 
 
@@ -150,7 +150,7 @@ def ratio(spread: dict[str, float]) -> str:
     return f"**{spread['median']:.2f}** [{spread['min']:.2f}, {spread['max']:.2f}]"
 
 
-def _speeds(entries: list[dict[str, Any]], cases: list[str]) -> list[str]:
+def _speeds(entries: list[dict[str, Any]], several: bool) -> list[str]:
     names = ["batch", "mode", "method", "tokens/s", "x stock", "τ", "accepted", "identical", "repeated 4-grams"]
     rows = []
     for one in entries:
@@ -163,22 +163,21 @@ def _speeds(entries: list[dict[str, Any]], cases: list[str]) -> list[str]:
             str(Verdict(**one["compared"])) if "compared" in one else same, f"{one['repeated_4grams']:.0%}",
             f"{one['peak_memory_bytes'] / 2**20:.0f}" if one["peak_memory_bytes"] else "",
         ])  # fmt: skip
-    lines = _by_case([*names, "peak MiB"], rows, cases)
+    lines = _by_case([*names, "peak MiB"], rows, entries, several)
     if any("compared" not in one and one["method"] != STOCK for one in entries):
         lines += ["", "`other numbers`: stock's assisted sampling draws from the generator in another order."]
     return lines
 
 
-def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
-    cases = [case for _, case in drafted]
-    several = len({one["method"] for one, _ in drafted}) > 1
-    phases = list(dict.fromkeys(phase for one, _ in drafted for phase in one["round_ms"]))
-    names = ["batch", "mode", *(["method"] if several else []), *(f"{phase} ms" for phase in phases), "not a forward"]
+def _phases(drafted: list[dict[str, Any]], several: bool) -> list[str]:
+    methods = len({one["method"] for one in drafted}) > 1
+    phases = list(dict.fromkeys(phase for one in drafted for phase in one["round_ms"]))
+    names = ["batch", "mode", *(["method"] if methods else []), *(f"{phase} ms" for phase in phases), "not a forward"]
     rows = []
-    for one, _ in drafted:
+    for one in drafted:
         times = (one["round_ms"].get(phase) for phase in phases)
         rows.append([
-            str(one["batch"]), one["mode"], *([one["method"]] if several else []),
+            str(one["batch"]), one["mode"], *([one["method"]] if methods else []),
             *(f"{ms:.2f}" if ms else "" for ms in times),
             "" if one["not_forward"] is None else f"{one['not_forward']:.0%}",
         ])  # fmt: skip
@@ -187,11 +186,11 @@ def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
         "what transformers prepares. `not a forward`: all but draft and verify, over the round. `round`: one that was "
         "compiled or captured whole, and is not taken apart."
     )
-    return [*_by_case(names, rows, cases), "", about]
+    return [*_by_case(names, rows, drafted, several), "", about]
 
 
-def _by_case(names: list[str], rows: list[list[str]], cases: list[str]) -> list[str]:
-    """Return the table, with a first column for the cases where there are several."""
-    if not any(cases):
+def _by_case(names: list[str], rows: list[list[str]], entries: list[dict[str, Any]], several: bool) -> list[str]:
+    """Return the table of some entries, with a first column for the text of each where there are several."""
+    if not several:
         return markdown(names, rows)
-    return markdown(["case", *names], [[case, *row] for case, row in zip(cases, rows, strict=True)])
+    return markdown(["case", *names], [[one["text"], *row] for one, row in zip(entries, rows, strict=True)])
