@@ -110,6 +110,5 @@ def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -
     from hf_dart.decoding.load_drafter import load_drafter
 
     path = head_path(path)
-    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):
-        return load_drafter(path, target=model, tokenizer=tokenizer, **options)
+        return load_drafter(path, target=model, tokenizer=tokenizer, dtype=dtype)

@@ -58,10 +58,8 @@ def load_target(
     if Path(path).is_dir() and not Path(path, "config.json").is_file():
         remedy = head_inside(path) or "give the folder that the target was saved to."
         raise UserError(f"The folder {path!r} holds no config.json; {remedy}")
-    if device_map is not None:
-        options["device_map"] = device_map
     revision = {"revision": options["revision"]} if "revision" in options and tokenizer is None else {}
     # Whatever transformers, safetensors and tokenizers raise of damaged files.
     with as_user_error(Exception, about=f"Cannot load the target {path!r}"):
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device_map, **options)
     return model, load_tokenizer(tokenizer or path, **revision)
