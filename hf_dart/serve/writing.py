@@ -61,8 +61,7 @@ class _Text:
             from xgrammar.contrib.hf import LogitsProcessor
 
             processors.append(LogitsProcessor(grammar))
-        if processors:
-            options = {**options, "logits_processor": processors}
+        options = {**options, "logits_processor": processors}
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
         self._detokenizer = Detokenizer(service.tokenizer, asked.stop, special=bool(asked.functions))
         self._reader = Reader(asked, service.tokenizer, service.model, ids)
