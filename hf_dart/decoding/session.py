@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Budget:
     drafted: bool  # the drafter is asked for a draft
 
 
-class Observer(Protocol):
+class Observer:
     """Listener to one call, of `Drafter.observers` or of a request; what it raises ends the call."""
 
     def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from hf_dart.decoding.session import Session
+from hf_dart.decoding.session import Observer, Session
 from hf_dart.drafters.base import Verified
 from hf_dart.models.devices import where_it_runs
 from hf_dart.models.features import layer_count
@@ -89,8 +89,8 @@ class Ring:
         return [one for one in drawn if len(one.best) == len(drawn[0].best)]  # what goes into one batch
 
 
-class Recorder:
-    """Observer of one call (`decoding.session.Observer`) that hands its verified positions to a learner, in segments.
+class Recorder(Observer):
+    """Observer of one call that hands its verified positions to a learner, in segments.
 
     Unfinished segments may take `room` bytes; rows that do not fit are left out.
     """

@@ -7,9 +7,9 @@ from typing import Any
 from transformers import TrainerCallback
 
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.session import Session
+from hf_dart.decoding.session import Observer, Session
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.drafters.base import Drafter, Verified
+from hf_dart.drafters.base import Drafter
 from hf_dart.learning.learner import Learner
 
 
@@ -72,7 +72,7 @@ class DrafterCallback(TrainerCallback):
             self.trainer._metrics[mode][f"drafts/{name}"].append(figure)
 
 
-class _Rollouts:
+class _Rollouts(Observer):
     """Observer of calls (`Drafter.observers`) that keeps their statistics; copies of the drafter have a copy of it."""
 
     def __init__(self) -> None:
@@ -82,9 +82,3 @@ class _Rollouts:
         """Keep the statistics of a call, which go on counting."""
         self.stats.append(session.stats)
         return self
-
-    def verified(self, seen: Verified, logits: Any) -> None:
-        """Take note of nothing: the session counts."""
-
-    def ended(self, finished: bool) -> None:
-        """Take note of nothing."""

@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from torch import Tensor
 
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
+from hf_dart.decoding.session import Observer
 from hf_dart.drafters.base import Verified
 from hf_dart.errors import sentence
 from hf_dart.serve.detokenizer import Detokenizer
@@ -49,7 +50,7 @@ class Piece:
         return Piece(self.index, text, logprobs, calls, more.end or self.end)
 
 
-class _Text:
+class _Text(Observer):
     """One text: its call, which tells it of log-probabilities where they are asked for, and how far it has come."""
 
     def __init__(
@@ -79,9 +80,6 @@ class _Text:
             best = scores.topk(min(self._top, len(scores)))
             top = list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
             self._logprobs.append(TokenLogprob(token, float(scores[token]), top))
-
-    def ended(self, finished: bool) -> None:
-        """Keep what there is."""
 
     def piece(self, index: int) -> Piece:
         """Return what is new; raises what ended the call, if that is an error."""
