@@ -45,13 +45,9 @@ def _gated(outputs: Tensor, gate: Tensor, norm: nn.Module, projection: nn.Module
 def _delta_net(module: Any, tree: Nodes, mixed: Tensor, forget: Tensor, rate: Tensor) -> Tensor:
     """Return the outputs [B, N, H, V] of a rule whose heads decay."""
     convolved = tree.convolve(module.conv1d, mixed, module.activation)
-    sizes = (module.key_dim, module.key_dim, module.value_dim)
-    query, key, value = (
-        part.unflatten(-1, (-1, width))
-        for part, width in zip(
-            convolved.split(sizes, dim=-1), (module.head_k_dim, module.head_k_dim, module.head_v_dim), strict=True
-        )
-    )
+    query, key, value = convolved.split((module.key_dim, module.key_dim, module.value_dim), dim=-1)
+    query, key = (part.unflatten(-1, (-1, module.head_k_dim)) for part in (query, key))
+    value = value.unflatten(-1, (-1, module.head_v_dim))
     log_decay = -module.A_log.float().exp() * F.softplus(forget.float() + module.dt_bias)
     return tree.rule(query, key, value, log_decay, rate)
 
