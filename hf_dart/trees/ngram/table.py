@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-Array = NDArray[Any]
+from hf_dart.trees.costs import Array
 
 FORMAT, VERSION = "hf_dart.trees.ngram", "1"
 MOST_COUNTED = 2**32 - 1
