@@ -50,10 +50,6 @@ class StandIn:
         module = copy.deepcopy(self.module, memo)
         return MethodType(type(module).forward, module)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module's forward returns."""
-        raise NotImplementedError
-
 
 def forward_before(module: nn.Module) -> Any:
     """Return the `forward` that an instance has of its own, whatever stands in for it now; None if nothing."""
