@@ -24,18 +24,22 @@ class Pool(NamedTuple):
     stream: torch.cuda.Stream
 
 
-class Memory:
-    """Buffers by name, each as large as the largest that was asked for; the others of that name are views of it.
+class Capture:
+    """Settings and memory with which parts of rounds are captured: of graphs, where there are any, and of buffers.
 
-    One tier is loaded at a time, and what it holds is put there as it is loaded. So keys and values of tiers that
-    differ in their trees or rows lie in one place. A tier twice as long needs a larger buffer, while those
-    in use stay where they are: graphs know them by their addresses.
+    Each buffer is as large as the largest of its name that was asked for; the others are views of it. One tier is
+    loaded at a time, and what it holds is put there as it is loaded. So keys and values of tiers that differ in their
+    trees or rows lie in one place. A tier twice as long needs a larger buffer, while those in use stay where they are:
+    graphs know them by their addresses.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: EngineConfig, device: torch.device) -> None:
+        self.config = config
+        on_cuda = device.type == "cuda"
+        self.pool = Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if on_cuda else None
         self._largest: dict[tuple[str, str, torch.dtype, torch.device], Tensor] = {}
 
-    def of(self, owner: str) -> Zeros:
+    def memory_of(self, owner: str) -> Zeros:
         """Return what makes the owner's buffers by name, of zeros; others of that name may be written over."""
 
         def zeros(name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -46,15 +50,6 @@ class Memory:
             return flat[:size].view(shape).zero_()
 
         return zeros
-
-
-class Capture:
-    """Settings and memory with which parts of rounds are captured: of graphs, where there are any, and of buffers."""
-
-    def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self.config, self.memory = config, Memory()
-        on_cuda = device.type == "cuda"
-        self.pool = Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if on_cuda else None
 
 
 def launched(

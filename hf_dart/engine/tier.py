@@ -41,12 +41,12 @@ class Tier:
         self._session: Any = None  # the one that is loaded
         self._shift = session.verify.shift
         with torch.inference_mode(False), torch.no_grad():
-            self._cache = session.cache.as_fixed(batch, slots, nodes, request.model.device, capture.memory.of)
+            self._cache = session.cache.as_fixed(batch, slots, nodes, request.model.device, capture.memory_of)
             if self._shift is not None:
                 self._shift = torch.zeros_like(self._shift, device=request.model.device)
             self._draft_cache = None
             if drafts_on_fixed_shapes(session) and nodes > 1:
-                state, zeros = session.drafter_state.state, capture.memory.of("head")
+                state, zeros = session.drafter_state.state, capture.memory_of("head")
                 room = -(-(state.bound(slots) + self._most + MAX_DRAFT_LENGTH) // 8) * 8
                 self._draft_cache = state.as_fixed(batch, room, state.lengths.device, zeros)
         self.forwards: dict[int, CapturedForward] = {}  # by nodes of the trees

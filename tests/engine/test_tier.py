@@ -17,7 +17,8 @@ from support.tiny import prompts, tiny_head, tiny_target
 from hf_dart import TreeConfig
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.session import Session
-from hf_dart.engine.graphs import Memory
+from hf_dart.engine.compiling import EngineConfig
+from hf_dart.engine.graphs import Capture
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
 
 pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")
@@ -92,7 +93,8 @@ def test_no_text_stands_where_trees_do(noted: Any) -> None:
 def test_seats_are_filled_by_any_rows(family: str) -> None:
     """Rows 2 and 0 of three take two seats: their lengths, entries and running states; and go back."""
     cache = TargetCache(prefill(tiny_target(family), prompts([4, 6, 5])), [2, 0, 1], 8, keep=True)
-    seats, rows = cache.as_fixed(2, 16, 8, torch.device("cpu"), Memory().of), [2, 0]
+    host = torch.device("cpu")
+    seats, rows = cache.as_fixed(2, 16, 8, host, Capture(EngineConfig(), host).memory_of), [2, 0]
     seats.take_rows(cache, [*enumerate(rows)])
     assert seats.lengths.tolist() == seats.entries.counted.tolist() == [5, 4]
     held, own = (part.entries.store.buffer(0) for part in (seats, cache))
