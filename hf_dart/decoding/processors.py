@@ -120,11 +120,6 @@ def _of_row(processor: Any, row: int) -> Any:
     return processor
 
 
-def all_known(processors: LogitsProcessorList) -> bool:
-    """Return True if all processors are new ones of xgrammar, or read a row's text and scores alone."""
-    return all(type(processor) in _ROW_FREE or _new_xgrammar(processor) for processor in processors)
-
-
 def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer: Any, generation_config: Any) -> bool:
     """Return True if all rows must go in step, one call per position on the whole batch, as calls may do anything.
 
@@ -139,13 +134,9 @@ def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer:
     return bool(
         collects
         or draws
-        or not all_known(processors)
+        or not all(type(processor) in _ROW_FREE or _new_xgrammar(processor) for processor in processors)
         or any(type(criterion) not in _CRITERIA for criterion in criteria)
     )
-
-
-def _is_usual(one: Any) -> bool:
-    return bool(one.filter_value == -np.inf and one.min_tokens_to_keep == 1)
 
 
 @dataclass(frozen=True)
@@ -166,7 +157,8 @@ class Filters:
         processors = LogitsProcessorList([one for one in processors if getattr(one, "min_p", True)])
         for kinds in (_FILTERS, _FILTERS[:1], _FILTERS[1:]):
             before, found = processors[: -len(kinds)], processors[-len(kinds) :]
-            if tuple(map(type, found)) == kinds and all(map(_is_usual, found)):
+            usual = (one.filter_value == -np.inf and one.min_tokens_to_keep == 1 for one in found)
+            if tuple(map(type, found)) == kinds and all(usual):
                 limits = getattr(found[0], "top_k", 0), getattr(found[-1], "top_p", np.inf)
                 return LogitsProcessorList(before), cls(found, *limits)
         return processors, None

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -16,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, Filters, all_known, scores_alone
+from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor, Filters, needs_stocks_steps, scores_alone
 
 FILTERS: dict[str, list[LogitsProcessor]] = {
     "top-k": [TopKLogitsWarper(5)],
@@ -100,4 +101,4 @@ def test_additive_penalties_count_what_was_written() -> None:
         for token, count in counts.items():
             expected[row, token] -= 0.5 + 0.25 * count
     assert torch.equal(found, expected)
-    assert all_known(LogitsProcessorList([processor]))
+    assert not needs_stocks_steps(LogitsProcessorList([processor]), [], None, GenerationConfig())
