@@ -313,11 +313,6 @@ class SlotCache:
         return self.stores[-1]
 
     @property
-    def specs(self) -> list[tuple[SlotSpec, int]]:
-        """Shape and number of the buffers of each store."""
-        return [(SlotSpec.of(store.storage[:, 0]), len(store.storage)) for store in self.stores]
-
-    @property
     def store(self) -> SlotStore:
         """The buffers of all layers, where they are of one shape and without a window."""
         (store,) = self.stores

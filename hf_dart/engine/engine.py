@@ -240,7 +240,8 @@ def _shapes(session: Session) -> tuple[Any, ...]:
     positions = () if shift is None else (*shift.shape[:-1], shift.dtype)
     states = {} if cache.states is None else cache.states.committed
     kept = [(slot, state.shape[1:], state.dtype, state.device) for slot, state in states.items()]
-    return features.shape[-1], features.dtype, drafts_on_fixed_shapes(session), positions, *cache.entries.specs, *kept
+    stored = [(store.shape_for(1, 0), store.storage.dtype, store.storage.device) for store in cache.entries.stores]
+    return features.shape[-1], features.dtype, drafts_on_fixed_shapes(session), positions, *stored, *kept
 
 
 def _precision() -> list[Any]:
