@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dart.cache.slot_cache import Zeros
-from hf_dart.engine.compiling import EngineConfig
+from hf_dart.engine.compiling import EngineConfig, compiled
 
 _WARM_UPS = 3  # calls before the capture: what is compiled, tuned or allocated on first use is so by then
 _capturing = Lock()
-
-
-class Pool(NamedTuple):
-    """Memory that graphs share. What one stream gave back is given to no other, so they are captured on one."""
-
-    handle: Any
-    stream: torch.cuda.Stream
 
 
 class Capture:
@@ -34,9 +28,10 @@ class Capture:
     """
 
     def __init__(self, config: EngineConfig, device: torch.device) -> None:
-        self.config = config
-        on_cuda = device.type == "cuda"
-        self.pool = Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)) if on_cuda else None
+        self._config = config
+        # What one stream gave back to the pool is given to no other, so all graphs are captured on this one.
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._pool: Any = None if self._stream is None else torch.cuda.graph_pool_handle()
         self._largest: dict[tuple[str, str, torch.dtype, torch.device], Tensor] = {}
 
     def memory_of(self, owner: str) -> Zeros:
@@ -51,56 +46,51 @@ class Capture:
 
         return zeros
 
+    def launched(self, step: Callable[[Any], None], run: Callable[..., Any]) -> Callable[[], None]:
+        """Return what launches `step(run)`, its `run` compiled, on fixed shapes: as one CUDA graph where there are any.
 
-def launched(
-    step: Callable[[], None],
-    pool: Pool | None,  # of a `Capture`; its graphs never run at the same time
-    run_uncompiled: Callable[[], None],  # the same, of which nothing is compiled
-) -> Callable[[], None]:
-    """Return what launches `step`, a function of fixed shapes: as one CUDA graph where there are any.
+        A graph replays the kernels of one call on the addresses that they had: what the function works on stays where
+        it is, is filled in before a launch and read after it, and none of its Python runs again. Warm-up and capture
+        call the function on what is there, so that has to be something that may be overwritten. The host does not wait.
+        What is not compiled is tried first, and refused if it asks the host for something: a capture that fails would
+        leave PyTorch's generators and its allocator in the middle of one. Graphs never run at the same time.
+        """
+        whole = partial(step, compiled(run, self._config))
+        if self._stream is None:
+            whole()
+            return whole
+        step(run)  # tensors made on first use may come from the host
+        before = torch.cuda.get_sync_debug_mode()
+        with _capturing, warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")  # of all threads, which an error would stop
+            try:
+                step(run)
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        if any("synchronizing CUDA operation" in str(one.message) for one in told):
+            raise RuntimeError("it asks the host for something, which a graph cannot")
+        return self._captured(whole, self._stream).replay
 
-    A graph replays the kernels of one call on the addresses that they had: what the function works on stays where it
-    is, is filled in before a launch and read after it, and none of its Python runs again. Warm-up and capture call
-    the function on what is there, so that has to be something that may be overwritten. The host does not wait.
-    `run_uncompiled` is tried first, and refused if it asks the host for something: a capture that fails would leave
-    PyTorch's generators and its allocator in the middle of one.
-    """
-    if pool is None:
-        step()
-        return step
-    run_uncompiled()  # tensors made on first use may come from the host
-    before = torch.cuda.get_sync_debug_mode()
-    with _capturing, warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")  # of all threads, which an error would stop
-        try:
-            run_uncompiled()
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    if any("synchronizing CUDA operation" in str(one.message) for one in told):
-        raise RuntimeError("it asks the host for something, which a graph cannot")
-    return _captured(step, pool).replay
-
-
-def _captured(step: Callable[[], None], pool: Pool) -> torch.cuda.CUDAGraph:
-    cached = torch.is_autocast_cache_enabled()
-    with _capturing, torch.cuda.device(pool.stream.device):
-        # On a stream of its own, as PyTorch's notes on CUDA graphs ask for, and of this device: the one that
-        # torch.cuda.graph would take is of whichever device was captured on first.
-        stream, before = pool.stream, torch.cuda.current_stream()
-        # Copies of weights that autocast keeps are freed with its context, and a graph would read them.
-        torch.set_autocast_cache_enabled(False)
-        try:
-            stream.wait_stream(before)
-            with torch.cuda.stream(stream):
-                for _ in range(_WARM_UPS):
+    def _captured(self, step: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+        cached = torch.is_autocast_cache_enabled()
+        with _capturing, torch.cuda.device(stream.device):
+            # On a stream of its own, as PyTorch's notes on CUDA graphs ask for, and of this device: the one that
+            # torch.cuda.graph would take is of whichever device was captured on first.
+            before = torch.cuda.current_stream()
+            # Copies of weights that autocast keeps are freed with its context, and a graph would read them.
+            torch.set_autocast_cache_enabled(False)
+            try:
+                stream.wait_stream(before)
+                with torch.cuda.stream(stream):
+                    for _ in range(_WARM_UPS):
+                        step()
+                before.wait_stream(stream)
+                graph = torch.cuda.CUDAGraph()
+                # Other threads may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                     step()
-            before.wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
-                step()
-        finally:
-            torch.cuda.set_stream(before)  # after a failed capture the thread is still on the capture's stream
-            torch.set_autocast_cache_enabled(cached)
-    return graph
+            finally:
+                torch.cuda.set_stream(before)  # after a failed capture the thread is still on the capture's stream
+                torch.set_autocast_cache_enabled(cached)
+        return graph

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Drafter, Proposal
-from hf_dart.engine.compiling import compiled
-from hf_dart.engine.graphs import Capture, launched
+from hf_dart.engine.graphs import Capture
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
@@ -33,8 +31,7 @@ class CapturedForward:
             self._tree = DraftTree(none, none - 1, none.clone(), alone, max_depth=nodes - 1)
             self._roots = torch.zeros(batch, dtype=torch.long, device=device)
             verifier.cache.prepare(nodes)
-        run = compiled(verifier.forward, capture.config)
-        self.launch = launched(partial(self.step, run), capture.pool, partial(self.step, verifier.forward))
+        self.launch = capture.launched(self.step, verifier.forward)
 
     def step(self, run: Run) -> None:
         """Run the forward over the buffers by `run`, as a launch does."""
@@ -72,8 +69,7 @@ class CapturedDraft:
             self._next_tokens = torch.zeros(batch, width, dtype=torch.long, device=device)
             self._counts = torch.zeros(batch, dtype=torch.long, device=device)
             self._propose()  # what the drafter makes on first use must exist before tracing
-        run = compiled(self._propose, capture.config)
-        self.launch = launched(partial(self.step, run), capture.pool, partial(self.step, self._propose))
+        self.launch = capture.launched(self.step, self._propose)
 
     def _propose(self) -> tuple[Tensor, Tensor]:
         # New entries are written after the committed ones, and are committed when the draft has been made.

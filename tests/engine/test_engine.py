@@ -23,7 +23,7 @@ import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.engine import engine as module
-from hf_dart.engine import parts
+from hf_dart.engine.graphs import Capture
 from hf_dart.models.devices import matmul_precision
 from hf_dart.models.trial import check_verification
 
@@ -212,7 +212,7 @@ def test_other_tiers_make_room(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_launch_that_does_nothing(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a graph does whose kernels ran somewhere else while it was captured."""
     target, head, made = pair
-    monkeypatch.setattr(parts, "launched", lambda step, *_: step() or (lambda: None))
+    monkeypatch.setattr(Capture, "launched", lambda _, step, run: step(run) or (lambda: None))
     with pytest.warns(UserWarning, match="computes something else"):
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
     assert made.tiers == [None]
