@@ -122,9 +122,8 @@ class DartCandidateGenerator(CandidateGenerator):
     def _draw(self, ids: Tensor, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """Return a chain after `ids` [1, T], up to its first end token, drawn with the call's processors."""
         proposal = proposal.within(vocab_size)
-        logits = proposal.logits.float()
-        if proposal.vocabulary is not None:  # stock's processors look at the whole vocabulary
-            logits = spread(logits, proposal.vocabulary, vocab_size)
+        # Stock's processors look at the whole vocabulary.
+        logits = spread(proposal.logits.float(), proposal.vocabulary, vocab_size)
         ranked, candidates = logits.topk(min(self._drafter.tree_config.top_k, logits.shape[-1]))
         mass = logits.logsumexp(-1, keepdim=True)
         table = self._drafter.transitions(proposal, ids[:, -1].to(logits.device), candidates, ranked - mass)

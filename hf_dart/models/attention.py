@@ -130,8 +130,7 @@ def masked_attention(
         mask = added_mask(mask, query.dtype)
     bias = aligned(mask.to(query.dtype)).expand(*query.shape[:3], key.shape[2])
     kernel: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-    mixed: Tensor = kernel(query, key, value, bias, False, scale=scaling)[0]
-    return mixed
+    return kernel(query, key, value, bias, False, scale=scaling)[0]
 
 
 def added_mask(seen: Tensor, dtype: torch.dtype) -> Tensor:

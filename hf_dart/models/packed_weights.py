@@ -83,14 +83,12 @@ class PackedWeights:
 
 def packed_copy(weight: Tensor) -> Tensor:
     """Return a copy of a weight [out, in] for `packed_linear`."""
-    copy: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
-    return copy
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
 
 
 def packed_linear(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear` of a packed weight."""
-    product: Tensor = torch.ops.mkldnn._linear_pointwise.default(entries, copy, bias, "none", [], "")
-    return product
+    return torch.ops.mkldnn._linear_pointwise.default(entries, copy, bias, "none", [], "")
 
 
 @torch.no_grad()
