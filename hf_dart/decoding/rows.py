@@ -194,13 +194,9 @@ class Rows:
 
     def generated(self, position: int) -> Tensor:
         """[B] generated tokens of that position, on the CPU."""
-        return torch.tensor(
-            [
-                tokens[position - emitted] if position < emitted else self.pad
-                for tokens, emitted in zip(self.tokens, self.emitted, strict=True)
-            ],
-            dtype=self._ids.dtype,
-        )
+        rows = zip(self.tokens, self.emitted, strict=True)
+        tokens = [text[position - emitted] if position < emitted else self.pad for text, emitted in rows]
+        return torch.tensor(tokens, dtype=self._ids.dtype)
 
 
 class Streaming:

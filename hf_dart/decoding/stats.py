@@ -58,17 +58,11 @@ class Trace:
 
     def add(self, tree: DraftTree, accepted: Accepted, seconds: dict[str, float]) -> None:
         """Add a round to the record, by the seconds of each phase so far; the prefill's are no round's."""
-        paths = accepted.path.tolist()
+        paths = zip(accepted.path.tolist(), accepted.counts, strict=True)
+        committed = [path[:count] for path, count in paths]
+        scores = None if tree.scores is None else tree.scores.tolist()
         spent = {name: total - self._spent.get(name, 0.0) for name, total in seconds.items() if name != "prefill"}
-        self.rounds.append(
-            TracedRound(
-                tree.tokens.tolist(),
-                tree.parents.tolist(),
-                None if tree.scores is None else tree.scores.tolist(),
-                [path[:count] for path, count in zip(paths, accepted.counts, strict=True)],
-                spent,
-            )
-        )
+        self.rounds.append(TracedRound(tree.tokens.tolist(), tree.parents.tolist(), scores, committed, spent))
         self._spent = dict(seconds)
 
 
