@@ -27,13 +27,12 @@ DummyLayer: Any = getattr(cache_utils, "DummyLayer", _Absent)
 _HAS_STATES = hasattr(Cache, "get_conv_state")
 _BESIDE_STATES = ("Full", "SlidingWindow", "StaticFull", "StaticSlidingWindow")
 LinearAttentionLayer: Any = cache_utils.LinearAttentionLayer if _HAS_STATES else _Absent
-MIXED_LAYERS: tuple[type, ...] = tuple(
-    getattr(cache_utils, f"LinearAttentionAnd{kind}AttentionLayer") for kind in _BESIDE_STATES if _HAS_STATES
-)
-"""Layers that keep keys and values as well as running states."""
 
-SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, *MIXED_LAYERS)
-"""Layers of which keys and values are all that they keep per position."""
+SIMPLE_LAYERS: tuple[type, ...] = (
+    *(DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer),
+    *(getattr(cache_utils, f"LinearAttentionAnd{kind}AttentionLayer") for kind in _BESIDE_STATES if _HAS_STATES),
+)
+"""Layers of which keys and values are all that they keep per position, some beside running states."""
 
 
 def keeps_states(layer: Any) -> bool:
