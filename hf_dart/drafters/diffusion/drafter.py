@@ -264,23 +264,23 @@ class DiffusionDrafter(TrainedDrafter):
         batch, depth, _ = logits.shape
         steps = min(self.denoise_steps, depth)
         tokens = torch.full((batch, depth), MASK, device=self.device)
+        rows = torch.arange(batch, device=self.device)[:, None]
         masked = torch.arange(depth, device=self.device).expand(batch, depth)  # [B, M], in ascending order
         for step in range(1, steps):
             # Linear schedule: after step s of T, s / T of the block is revealed.
             left = depth - depth * step // steps
-            candidates = logits.gather(1, _along(masked, logits))
+            candidates = logits[rows, masked]
             best, likeliest = candidates.max(-1)
             confident = self.unmasking == "confidence"
             order = (best - candidates.logsumexp(-1) if confident else -masked).argsort(-1, descending=True)
             revealed, kept = order.split([masked.shape[1] - left, left], dim=1)
-            tokens = tokens.scatter(1, masked.gather(1, revealed), likeliest.to(self.device).gather(1, revealed))
+            tokens = tokens.scatter(1, masked.gather(1, revealed), likeliest.gather(1, revealed))
             masked = masked.gather(1, kept.sort(-1).values)
             # All steps write to the same slots.
             read = torch.cat([hidden[:, :1], self._run(state, self.embed(tokens[:, :-1]), depth - 1)], dim=1)
-            read = read.gather(1, _along(masked, read))
-            hidden = hidden.scatter(1, _along(masked, read), read)
-            fresh = self.logits(read)
-            logits = logits.scatter(1, _along(masked, fresh), fresh)
+            read = read[rows, masked]
+            hidden = hidden.index_put((rows, masked), read)
+            logits = logits.index_put((rows, masked), self.logits(read))
         return Proposal(logits, hidden)
 
     def _run(
@@ -306,8 +306,3 @@ class DiffusionDrafter(TrainedDrafter):
             asked = wanted if index == len(self.layers) - 1 else None
             x = layer(x, x, rotation, take(mask, asked)[:, None], remember, asked)
         return self.read_out(x)
-
-
-def _along(places: Tensor, states: Tensor) -> Tensor:
-    """Return the indices `places` [B, M] as `gather` takes them along dim 1 of `states` [B, N, W]: [B, M, W]."""
-    return places.to(states.device)[..., None].expand(-1, -1, states.shape[-1])
