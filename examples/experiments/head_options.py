@@ -104,9 +104,7 @@ def with_option(head: DartHead, option: nn.Module) -> DartHead:
     def forward(
         x: Tensor, residual: Tensor, rotation: Any, mask: Any, remember: Any, wanted: Tensor | None = None
     ) -> Tensor:
-        if layer.input_norm is not None:
-            x = layer.input_norm(x)
-        attended = layer.self_attn(x, rotation, mask, remember, wanted)
+        attended = layer.self_attn(layer.input_norm(x), rotation, mask, remember, wanted)
         hidden = take(residual, wanted)
         real = hidden.shape[1] % depth if wanted is not None else hidden.shape[1] - depth
         blocks = (part[:, real:].reshape(-1, depth, part.shape[-1]) for part in (hidden, attended))

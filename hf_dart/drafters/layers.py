@@ -48,8 +48,8 @@ class DartAttention(nn.Module):
         self.k_proj = nn.Linear(input_size, key_size, bias=bias)
         self.v_proj = nn.Linear(input_size, key_size, bias=bias)
         self.o_proj = nn.Linear(query_size, config.hidden_size, bias=output_bias)
-        self.q_norm: nn.Module | None = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
-        self.k_norm: nn.Module | None = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.q_norm: nn.Module = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
+        self.k_norm: nn.Module = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else nn.Identity()
 
     def forward(
         self,
@@ -59,9 +59,7 @@ class DartAttention(nn.Module):
         remember: KeyValueWriter | None,
         wanted: Tensor | slice | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
     ) -> Tensor:  # [B, Q or W, H]
-        query = self._heads(self.q_proj(take(x, wanted)))
-        if self.q_norm is not None:
-            query = self.q_norm(query)
+        query = self.q_norm(self._heads(self.q_proj(take(x, wanted))))
         cos, sin = (part if wanted is None else take(part[:, 0], wanted)[:, None] for part in rotation)
         query = rotate(query, (cos, sin))
         key, value = self.keys_and_values(x, rotation)
@@ -71,9 +69,7 @@ class DartAttention(nn.Module):
 
     def keys_and_values(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Project entries [B, Q, input_size] to keys and values, each [B, kv heads, Q, head_dim]."""
-        key = self._heads(self.k_proj(x))
-        if self.k_norm is not None:
-            key = self.k_norm(key)
+        key = self.k_norm(self._heads(self.k_proj(x)))
         return rotate(key, rotation), self._heads(self.v_proj(x))
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
@@ -119,7 +115,7 @@ class DartLayer(nn.Module):
     ) -> None:
         super().__init__()
         width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
-        self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if normed else None
+        self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if normed else nn.Identity()
         self.self_attn = DartAttention(config, width, **attention)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DartMLP(config, bias=mlp_bias)
@@ -139,9 +135,7 @@ class DartLayer(nn.Module):
         remember: KeyValueWriter | None,
         wanted: Tensor | slice | None = None,  # [B, W] entries whose output is wanted, or a slice; None is all
     ) -> Tensor:  # [B, Q or W, H]
-        if self.input_norm is not None:
-            x = self.input_norm(x)
-        hidden = take(residual, wanted) + self.self_attn(x, rotation, mask, remember, wanted)
+        hidden = take(residual, wanted) + self.self_attn(self.input_norm(x), rotation, mask, remember, wanted)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
