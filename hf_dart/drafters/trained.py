@@ -25,7 +25,7 @@ from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, ref
 from hf_dart.hub.kinds import kind_of
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import TargetModules, device_of, has_rows, host_by_default, rows_of, where_it_runs
-from hf_dart.models.features import lent_modules, lm_head_of, table_of
+from hf_dart.models.features import lent_modules, lm_head_of, table_of, vocabulary_size
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
@@ -293,11 +293,9 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         Raises:
             ValueError: a field is out of range, or the target cannot verify trees.
         """
-        if tokenizer is not None:
-            embeddings = target.get_input_embeddings()
-            rows = None if embeddings is None else int(table_of(embeddings).num_embeddings)
-            config.setdefault("tokenizer_hash", vocabulary_hash(tokenizer, rows))
         fields = cls.config_class.for_target(target, **config)
+        if tokenizer is not None and "tokenizer_hash" not in config:
+            fields.tokenizer_hash = vocabulary_hash(tokenizer, vocabulary_size(target))
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed accelerators too
             drafter = cls(fields)
