@@ -130,14 +130,9 @@ class Teacher:
             assert vocabulary is not None
             return self._head_rows(module, picked.pop(), vocabulary)
 
-        handles = [lm_head.register_forward_pre_hook(pick)]
-        if vocabulary is not None:
-            handles.append(lm_head.register_forward_hook(score))
-        try:
+        scored = nullcontext() if vocabulary is None else lm_head.register_forward_hook(score)
+        with lm_head.register_forward_pre_hook(pick), scored:
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _picks_rightly(self, vocabulary: Tensor | None) -> bool:
         """Return True if the logits of picked tokens are those among all; tried once, on eight tokens."""
