@@ -433,14 +433,8 @@ class Lab:
     def drafts(self, head: DartHead, ids: Tensor, documents: Tensor, features: Tensor, anchors: Tensor) -> Tensor:
         """Hidden states [B, K, d, H] of the blocks at anchors [B, K]."""
         blocks = build_blocks(documents, anchors, self.depth)
-        states = head(
-            features=features[:, :-1],
-            next_embeddings=head.embed(ids[:, 1:]),
-            positions=blocks.positions,
-            attention_mask=blocks.mask if head.config.num_layers > 1 else None,
-            wanted=blocks.entries,
-            wanted_mask=blocks.entries_mask,
-        )
+        inputs = blocks.inputs(head.config.num_layers)
+        states = head(features=features[:, :-1], next_embeddings=head.embed(ids[:, 1:]), **inputs)
         return states.unflatten(1, (-1, self.depth))
 
     # ---- measuring ----------------------------------------------------------------------------------------------

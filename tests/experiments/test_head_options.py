@@ -29,14 +29,7 @@ def loud(part: nn.Module, seed: int = 5) -> nn.Module:
 def trained(head: DartHead, features: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
     """Hidden states [B, K, d, H] as the training pass has them."""
     blocks = build_blocks(torch.zeros_like(ids), anchors, head.draft_length)
-    states = head(
-        features=features[:, :-1],
-        next_embeddings=head.embed(ids[:, 1:]),
-        positions=blocks.positions,
-        attention_mask=None,
-        wanted=blocks.entries,
-        wanted_mask=blocks.entries_mask,
-    )
+    states = head(features=features[:, :-1], next_embeddings=head.embed(ids[:, 1:]), **blocks.inputs(layers=1))
     return states.unflatten(1, (-1, head.draft_length))
 
 

@@ -42,10 +42,10 @@ class Blocks:
         """Mask of all entries [B, 1, S, keys]."""
         return self.sees(self._all)
 
-    @property
-    def entries_mask(self) -> Tensor:
-        """Mask of the blocks' entries [B, 1, K d, keys]."""
-        return self.sees(self.entries)
+    def inputs(self, layers: int) -> dict[str, Tensor | None]:
+        """Positions and masks for a `forward` of that many layers, which then returns the blocks' states alone."""
+        mask, own = self.mask if layers > 1 else None, self.sees(self.entries)
+        return {"positions": self.positions, "attention_mask": mask, "wanted": self.entries, "wanted_mask": own}
 
     @property
     def slot_mask(self) -> Tensor:

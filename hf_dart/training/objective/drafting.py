@@ -26,14 +26,7 @@ def head_states(
 ) -> Tensor:
     """Return the states [B, K, d, H] of the blocks of a batch, as `DartHead.propose` would give them there."""
     blocks = head_blocks(head, inputs)
-    states = model(
-        features=features[:, :-1],
-        next_embeddings=embeddings,
-        positions=blocks.positions,
-        attention_mask=blocks.mask if head.config.num_layers > 1 else None,
-        wanted=blocks.entries,
-        wanted_mask=blocks.entries_mask,
-    )
+    states = model(features=features[:, :-1], next_embeddings=embeddings, **blocks.inputs(head.config.num_layers))
     return states.unflatten(1, (-1, head.draft_length))
 
 

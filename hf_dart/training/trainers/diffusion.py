@@ -103,13 +103,12 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         length, window = self.drafter.draft_length, self.drafter.config.context_window
         blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, window=window)
         tokens = torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1)
-        entries = {"tokens": tokens, "features": features[:, :-1], "positions": blocks.positions}
+        entries = {"tokens": tokens, "features": features[:, :-1]}
         if self.reads_text:
-            states = model(**entries, attention_mask=blocks.mask)
+            states = model(**entries, positions=blocks.positions, attention_mask=blocks.mask)
             inputs["text_states"] = states[:, : ids.shape[1] - 1]
             return blocks.drafts(states)
-        mask = blocks.mask if self.drafter.config.num_layers > 1 else None
-        states = model(**entries, attention_mask=mask, wanted=blocks.entries, wanted_mask=blocks.entries_mask)
+        states = model(**entries, **blocks.inputs(self.drafter.config.num_layers))
         return states.unflatten(1, (-1, length))
 
     @property
