@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base import Proposal, Score, Verified, pair_scores
 from hf_dart.drafters.base_config import DrafterConfig, told_of
-from hf_dart.drafters.beams import BeamProposal, draft_beam
+from hf_dart.drafters.beams import BeamProposal, draft_beam, last_of
 from hf_dart.drafters.dflash.modeling import SELECTORS, DFlashLayer, PathSelector
 from hf_dart.drafters.layers import memory, rotation_at
 from hf_dart.drafters.published import note_origin
@@ -245,9 +245,8 @@ class DFlashDrafter(TrainedDrafter):
         # If no entry attends to later ones, a shorter draft is the beginning of the longer one.
         first = int(not self.shape.anchor_predicts)
         entries = depth + first if all(layer.causal for layer in self.layers) else self.shape.block_size
-        last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]
         masked = next_tokens.new_full((len(next_tokens), entries - 1), self.shape.mask_token_id)
-        roots = next_tokens.gather(1, last)
+        roots = last_of(next_tokens, counts)
         x = self.embed(torch.cat([roots, masked], dim=1))
         positions, slots, end = state.following(entries + (0 if known is None else known.shape[1]))
         rotation, slots_at = self.rotation(positions), torch.arange(end, device=positions.device)
