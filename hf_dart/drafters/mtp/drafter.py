@@ -46,6 +46,7 @@ class MtpDrafter(StockDrafter):
     """
 
     reads_embeddings = True
+    feature_layers: Any = None  # the target's last one
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class MtpDrafter(StockDrafter):
         self._kind = MaskKind(kind, module.config.sliding_window if kind == "sliding_attention" else None, 0)
         self._rotary = {"layer_type": kind} if module.has_per_layer_rope else {}
         self._device = device_of(lm_head_of(target))
-        self._features = [layer_count(target)]
+        self.feature_layers = [layer_count(target)]
         self._attach(target)
 
     @classmethod
@@ -98,14 +99,10 @@ class MtpDrafter(StockDrafter):
         shape = {name: where.pop(name) for name in SHAPE if name in where}
         return cls(read_module(path, target, **where), target, **shape)
 
-    @property
-    def feature_layers(self) -> list[int]:
-        return self._features
-
     def check_fit(self, target: PreTrainedModel) -> None:
         """Refuse other targets than the module's own."""
         ours, theirs = self.module.embed_tokens.weight, target.get_input_embeddings().weight
-        if layer_count(target) != self._features[0] or ours.shape != theirs.shape or not torch.equal(ours, theirs):
+        if [layer_count(target)] != self.feature_layers or ours.shape != theirs.shape or not torch.equal(ours, theirs):
             raise ValueError("This module belongs to another target; call MtpDrafter.from_target(model) with this one.")
 
     def weights_read(self) -> list[int]:
