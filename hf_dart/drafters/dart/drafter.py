@@ -56,7 +56,6 @@ class DartHead(TrainedDrafter):
     config_class = DartConfig
     config: DartConfig
     described_as = "DART head"
-    base_model_prefix = "dart"
     main_input_name = "features"
     _no_split_modules = ["DartLayer"]  # noqa: RUF012
 

@@ -114,7 +114,6 @@ class DiffusionDrafter(TrainedDrafter):
     config: DiffusionConfig
     described_as: ClassVar[str] = "diffusion drafter"
 
-    base_model_prefix = "diffusion"
     main_input_name = "tokens"
     _no_split_modules = ["DartLayer"]  # noqa: RUF012
 

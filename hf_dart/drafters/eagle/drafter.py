@@ -104,7 +104,6 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
     config: EagleConfig
     described_as: ClassVar[str] = "EAGLE head"
 
-    base_model_prefix = "eagle"
     main_input_name = "features"
     _no_split_modules = ["DartLayer"]  # noqa: RUF012
 
