@@ -286,13 +286,12 @@ class DartHead(TrainedDrafter):
         slots = draft - shift
         known = counts.to(self.device)
         entries = self._real_inputs(features, next_tokens).followed_by(self.slot_inputs(batch, slots))
+        block: Tensor | slice = slice(real - shift, None)
         if state.ragged:
             # A row's mask slots follow its last real entry; later slots are never attended to.
             entry = torch.arange(real + slots, device=self.device)
             padding = (entry >= known[:, None]) & (entry < real)
             entries = self.slot_inputs(1, 1).where(padding, entries)
-        block: Tensor | slice = slice(real - shift, None)
-        if state.ragged:
             block = (known - shift).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
         hidden = self._run(state, entries, known, block)[:, :depth]
         state.advance(counts)
