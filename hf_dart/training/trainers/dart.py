@@ -14,7 +14,7 @@ from hf_dart.training.objective.drafting import head_states
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.drafts import Drafts, Goals
-from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
+from hf_dart.training.trainers.trainer import DrafterTrainer
 from hf_dart.trees.vocabulary import token_ids
 
 _CANDIDATES = 32  # tokens per depth that a selector learns to rank
@@ -48,8 +48,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
             raise ValueError("FSDP is for heads that learn as a whole; selectors are small, train them without fsdp.")
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
-        embeddings = self.drafter.embed(read_tokens(inputs)[:, 1:])
-        return head_states(self.drafter, model, inputs, features, embeddings)
+        return head_states(self.drafter, model, inputs, features, self.next_embeddings(inputs))
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
         """Return the sum of the objective over the blocks, or that of the selector alone."""

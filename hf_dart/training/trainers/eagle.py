@@ -12,7 +12,7 @@ from hf_dart.training.objective.drafting import eagle_states
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
 from hf_dart.training.trainers.drafts import Goals
-from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
+from hf_dart.training.trainers.trainer import DrafterTrainer
 
 
 @dataclass
@@ -41,5 +41,4 @@ class EagleTrainer(DrafterTrainer[EagleDrafter]):
     takes_images = True
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
-        embeddings = self.drafter.embed(read_tokens(inputs)[:, 1:])
-        return eagle_states(self.drafter, model, inputs, features, embeddings)
+        return eagle_states(self.drafter, model, inputs, features, self.next_embeddings(inputs))

@@ -23,7 +23,6 @@ from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.drafts import Drafts, Goals, as_columns, places_and_labels
-from hf_dart.training.trainers.trainer import read_tokens
 from hf_dart.trees.vocabulary import token_ids
 
 
@@ -80,7 +79,7 @@ class EditTrainer(DartTrainer):
         blocks = inputs["blocks"] = head_blocks(self.drafter, inputs)
         first, edited = model(
             features=features[:, :-1],
-            next_embeddings=self.drafter.embed(read_tokens(inputs)[:, 1:]),
+            next_embeddings=self.next_embeddings(inputs),
             positions=blocks.positions,
             attention_mask=blocks.mask,
             edits=Edits(blocks.slot_mask, partial(self._slots, inputs, goals)),

@@ -70,7 +70,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
     training_arguments: ClassVar[type[DrafterTrainingArguments]] = DrafterTrainingArguments
     takes_images: ClassVar[bool] = False
-    """True if blocks read `read_tokens`, the text with the embeddings of images in their places."""
+    """True if blocks read `next_embeddings`, the text with the embeddings of images in their places."""
     passes: ClassVar[tuple[str, ...]] = ("",)
     """The passes whose drafts an evaluation counts, the first one without a name."""
     evaluates = False  # True while a batch is evaluated
@@ -161,7 +161,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     def teach(self, inputs: dict[str, Any], places: Tensor) -> tuple[Tensor, Goals]:
         """Return the target's features [B, T, F], and what it says after the tokens at `places` [U] (`Goals`).
 
-        Of rows with images or sounds, if the trainer takes them, `read` is added to the batch (`read_tokens`).
+        Of rows with images or sounds, if the trainer takes them, `read` is added to the batch (`next_embeddings`).
         """
         ids = inputs["input_ids"]
         if "beside" not in inputs:
@@ -170,6 +170,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             raise ValueError(f"{type(self).__name__} takes no images or sounds; give rows of text.")
         features, goals, inputs["read"] = self.teacher.images(ids, inputs["beside"], places, self.evaluates)
         return features, goals
+
+    def next_embeddings(self, inputs: dict[str, Any]) -> Tensor:
+        """Embeddings [B, T - 1, E] of the tokens after each position, with those of images in their places."""
+        return self.drafter.embed(inputs.get("read", inputs["input_ids"])[:, 1:])
 
     @abstractmethod
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
@@ -329,11 +333,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Operations of the drafter alone, forward and backward: 6 per parameter and position."""
         positions = inputs["input_ids"].numel() + inputs["anchors"].numel() * (self.drafter.draft_length - 1)
         return 6 * self.drafter.num_parameters() * positions
-
-
-def read_tokens(inputs: dict[str, Any]) -> Tensor:
-    """Select what a drafter reads of each token: ids [B, T], or embeddings [B, T, E] where there are images."""
-    return inputs.get("read", inputs["input_ids"])
 
 
 def seeded(*numbers: int) -> torch.Generator:
