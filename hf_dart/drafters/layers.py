@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.drafters.base_config import DrafterConfig, HeadConfig
+from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.models.attention import attend_in_groups
 
 KeyValueWriter = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -32,13 +32,7 @@ class DartAttention(nn.Module):
     """Grouped-query attention with rotary positions over an input of any width."""
 
     def __init__(
-        self,
-        config: DrafterConfig,
-        input_size: int,
-        *,
-        bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: bool = False,
+        self, config: DrafterConfig, input_size: int, *, bias: bool, output_bias: bool, qk_norm: bool = False
     ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
@@ -93,7 +87,7 @@ def attend(
 class DartMLP(nn.Module):
     """The gated MLP of Llama's layers: [..., H] to [..., H]."""
 
-    def __init__(self, config: DrafterConfig, *, bias: bool = False) -> None:
+    def __init__(self, config: DrafterConfig, *, bias: bool) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
@@ -107,24 +101,18 @@ class DartLayer(nn.Module):
     """A decoder layer; the first one may attend over (embedding, features) `pairs` of width E + H.
 
     A `normed` one has a norm of its own in front of its attention; the halves of pairs are normed apart (section 3.1).
-    `attention` is what its attention has besides plain projections, as `DartAttention` takes it.
     """
 
-    def __init__(
-        self, config: DrafterConfig, *, pairs: bool, normed: bool, mlp_bias: bool = False, **attention: bool
-    ) -> None:
+    def __init__(self, config: DrafterConfig, *, pairs: bool, normed: bool) -> None:
         super().__init__()
+        # Those of a `HeadConfig`; layers of other drafters have plain projections.
+        optional = ("attention_bias", "output_bias", "qk_norm", "mlp_bias")
+        bias, output_bias, qk_norm, mlp_bias = (getattr(config, name, False) for name in optional)
         width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
         self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if normed else nn.Identity()
-        self.self_attn = DartAttention(config, width, **attention)
+        self.self_attn = DartAttention(config, width, bias=bias, output_bias=output_bias, qk_norm=qk_norm)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DartMLP(config, bias=mlp_bias)
-
-    @classmethod
-    def of(cls, config: HeadConfig, *, pairs: bool, normed: bool) -> Self:
-        """Make a layer with the biases and norms that a head's config asks for."""
-        attention = {"bias": config.attention_bias, "output_bias": config.output_bias, "qk_norm": config.qk_norm}
-        return cls(config, pairs=pairs, normed=normed, mlp_bias=config.mlp_bias, **attention)
 
     def forward(
         self,

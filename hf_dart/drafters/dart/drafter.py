@@ -77,7 +77,7 @@ class DartHead(TrainedDrafter):
         # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
         self.mask_slot = nn.Embedding(1, slot_width)
         first = [pairs and index == 0 for index in range(config.num_layers)]
-        self.layers = nn.ModuleList(DartLayer.of(config, pairs=one, normed=not one) for one in first)
+        self.layers = nn.ModuleList(DartLayer(config, pairs=one, normed=not one) for one in first)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.make_tables(config)
         self.selector = BigramSelector(config) if config.selector_rank else None

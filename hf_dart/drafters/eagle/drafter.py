@@ -116,9 +116,9 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         self.fc = nn.Linear(fused, hidden, bias=config.fusion_bias)
         self.embedding_norm = nn.RMSNorm(config.embedding_size, eps) if plain else None
         self.feature_norm = nn.RMSNorm(hidden, eps) if plain else None
-        self.layer = DartLayer.of(config, pairs=plain, normed=False)
+        self.layer = DartLayer(config, pairs=plain, normed=False)
         deeper = range(config.num_layers - 1)
-        self.deeper = nn.ModuleList(DartLayer.of(config, pairs=False, normed=True) for _ in deeper)
+        self.deeper = nn.ModuleList(DartLayer(config, pairs=False, normed=True) for _ in deeper)
         self.norm = nn.RMSNorm(hidden, eps) if plain else None
         self.make_tables(config)
         self.beam = config.beam
