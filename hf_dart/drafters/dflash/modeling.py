@@ -12,21 +12,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm
 
 from hf_dart.drafters.layers import DartAttention, KeyValueWriter
 from hf_dart.interop.dflash import DFlashShape
-
-
-class DFlashAttention(DartAttention):
-    """Attention with the norms of queries and keys that Qwen3 has, which compute in float32."""
-
-    def __init__(self, shape: Qwen3Config) -> None:
-        bias = shape.attention_bias
-        super().__init__(shape, shape.hidden_size, bias=bias, output_bias=bias)
-        self.q_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
 
 class DFlashLayer(nn.Module):
@@ -34,10 +23,13 @@ class DFlashLayer(nn.Module):
 
     def __init__(self, config: DFlashShape, causal: bool, reach: int | None) -> None:
         super().__init__()
-        shape = config.backbone
+        shape, bias = config.backbone, config.backbone.attention_bias
         self.causal, self.reach, self.reach_of_block = causal, reach, config.reach_of_block
         self.input_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = DFlashAttention(shape)
+        self.self_attn = DartAttention(shape, shape.hidden_size, bias=bias, output_bias=bias)
+        # Those of Qwen3 compute in float32.
+        self.self_attn.q_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.self_attn.k_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Qwen3MLP(shape)
         width, convolution = shape.hidden_size, config.convolution
