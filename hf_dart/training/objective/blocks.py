@@ -40,21 +40,13 @@ class Blocks:
     @property
     def mask(self) -> Tensor:
         """Mask of all entries [B, 1, S, keys]."""
-        return self.sees(self._all)
+        every = torch.arange(self.positions.shape[1], device=self.positions.device)
+        return self.sees(every.expand_as(self.positions))
 
     def inputs(self, layers: int) -> dict[str, Tensor | None]:
         """Positions and masks for a `forward` of that many layers, which then returns the blocks' states alone."""
         mask, own = self.mask if layers > 1 else None, self.sees(self.entries)
         return {"positions": self.positions, "attention_mask": mask, "wanted": self.entries, "wanted_mask": own}
-
-    @property
-    def slot_mask(self) -> Tensor:
-        """Mask of the slots [B, 1, K M, keys], for passes that run them alone."""
-        return self.sees(self._all[:, self.real :])
-
-    @property
-    def _all(self) -> Tensor:
-        return torch.arange(self.positions.shape[1], device=self.positions.device).expand_as(self.positions)
 
 
 def document_positions(documents: Tensor) -> Tensor:

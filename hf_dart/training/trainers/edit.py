@@ -77,12 +77,13 @@ class EditTrainer(DartTrainer):
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, goals: Goals) -> Tensor:
         """Return the states [B, K, d, H] of the first drafts; add `edited`, those of the edit pass, and `blocks`."""
         blocks = inputs["blocks"] = head_blocks(self.drafter, inputs)
+        mask = blocks.mask
         first, edited = model(
             features=features[:, :-1],
             next_embeddings=self.next_embeddings(inputs),
             positions=blocks.positions,
-            attention_mask=blocks.mask,
-            edits=Edits(blocks.slot_mask, partial(self._slots, inputs, goals)),
+            attention_mask=mask,
+            edits=Edits(mask[:, :, blocks.real :], partial(self._slots, inputs, goals)),
         )
         inputs["edited"] = blocks.drafts(edited)
         return blocks.drafts(first)
