@@ -363,8 +363,7 @@ class DartHead(TrainedDrafter):
         super().save_pretrained(save_directory, **kwargs)
         if self.adapted and kwargs.get("is_main_process", True):
             adapters.save(self, Path(save_directory))
-        elif not self.adapted:
-            self.record_location(str(Path(save_directory).absolute()))  # adapters can name it from now on
+        self.record_location(str(Path(save_directory).absolute()))  # adapters can name it from now on
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None, seed: int = 0) -> None:
         """Put a new adapter on the head, which alone is trained and saved from then on.
