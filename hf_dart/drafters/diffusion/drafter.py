@@ -251,15 +251,14 @@ class DiffusionDrafter(TrainedDrafter):
         places = (taken - 1).clamp(min=0)[:, None] + torch.arange(block, device=self.device)
         hidden = self._run(state, x, block - 1, taken, places)
         state.advance(counts)
-        draft = self._denoise(state, Proposal(self.logits(hidden), hidden))
-        return Proposal(draft.logits[:, :depth], draft.hidden[:, :depth])
+        logits, hidden = self._denoise(state, self.logits(hidden), hidden)
+        return Proposal(logits[:, :depth], hidden[:, :depth])
 
-    def _denoise(self, state: SlotCache, proposal: Proposal) -> Proposal:
-        """Run the reverse steps after the first, whose reading of the masked block is `proposal`.
+    def _denoise(self, state: SlotCache, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Run the reverse steps after the first, which has read `logits` and `hidden` states off the masked block.
 
         The first token's distribution stays: no slot comes before the entry that predicts it.
         """
-        logits, hidden = proposal.logits, proposal.hidden
         batch, depth, _ = logits.shape
         steps = min(self.denoise_steps, depth)
         tokens = torch.full((batch, depth), MASK, device=self.device)
@@ -280,7 +279,7 @@ class DiffusionDrafter(TrainedDrafter):
             read = read[rows, masked]
             hidden = hidden.index_put((rows, masked), read)
             logits = logits.index_put((rows, masked), self.logits(read))
-        return Proposal(logits, hidden)
+        return logits, hidden
 
     def _run(
         self, state: SlotCache, x: Tensor, block: int = 0, counts: Tensor | None = None, wanted: Tensor | None = None
