@@ -251,7 +251,7 @@ class DiffusionDrafter(TrainedDrafter):
         places = (taken - 1).clamp(min=0)[:, None] + torch.arange(block, device=self.device)
         hidden = self._run(state, x, block - 1, taken, places)
         state.advance(counts)
-        logits, hidden = self._denoise(state, self.logits(hidden), hidden)
+        logits, hidden = self._denoise(state, self.logits(hidden).to(self.device), hidden)
         return Proposal(logits[:, :depth], hidden[:, :depth])
 
     def _denoise(self, state: SlotCache, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,7 +278,7 @@ class DiffusionDrafter(TrainedDrafter):
             read = torch.cat([hidden[:, :1], self._run(state, self.embed(tokens[:, :-1]), depth - 1)], dim=1)
             read = read[rows, masked]
             hidden = hidden.index_put((rows, masked), read)
-            logits = logits.index_put((rows, masked), self.logits(read))
+            logits = logits.index_put((rows, masked), self.logits(read).to(self.device))
         return logits, hidden
 
     def _run(
