@@ -161,25 +161,3 @@ def chain_loss(chain: Tensor, form: str = "linear") -> Tensor:
 def _known(labels: Tensor) -> Tensor:
     """[n, d] bool: no label is missing up to here."""
     return (labels != NO_LABEL).cummin(-1).values
-
-
-# ---- partially revealed drafts: absorbing diffusion ------------------------------------------------------------
-
-
-def masked_cross_entropy(draft_logits: Tensor, labels: Tensor, masked: Tensor, time: Tensor) -> Tensor:
-    """Return the bound of a masked diffusion model with a linear schedule (MDLM, arXiv 2406.07524).
-
-    This is also score matching for tokens: denoising score entropy (SEDD, arXiv 2310.16834) of the scores
-    q (1 - time) / time, q normalised, has this very value and gradient.
-
-    Args:
-        draft_logits: [n, d, V] of a block of which only the tokens that are not `masked` were shown.
-        labels: [n, d].
-        masked: [n, d] bool.
-        time: [n] in (0, 1], the chance with which tokens of the block were masked. At 1, where nothing is
-            shown, this is the mean cross-entropy.
-
-    Returns:
-        [n] sum of the masked tokens' cross-entropies / (time d).
-    """
-    return torch.where(masked, cross_entropy(draft_logits, labels), 0).mean(-1) / time

@@ -117,10 +117,15 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         return self.args.text_weight > 0 and not self.evaluates
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
+        """Return the sum over the blocks of the masked tokens' cross-entropies, divided by time and d.
+
+        That is the bound of a masked diffusion model with a linear schedule (MDLM, arXiv 2406.07524), and denoising
+        score entropy (SEDD, arXiv 2310.16834). Blocks of which nothing is shown learn by the options' objective.
+        """
         inputs, labels = drafts.inputs, drafts.labels
         present = inputs["anchors"] >= 0
         times, masked = inputs["times"][present], inputs["slots"][present] == MASK
-        # `masked_cross_entropy` token by token: no logits of those that were shown, or that are not known.
+        # Token by token: no logits of those that were shown, or that are not known.
         learned = masked & (labels != NO_LABEL) & (times < 1)[:, None]
         divisors = (times * self.drafter.draft_length)[:, None].expand_as(labels)
         loss = self._cross_entropies(drafts.hidden, labels, divisors, learned)
