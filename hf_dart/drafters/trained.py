@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slot_cache import SlotCache, SlotSpec
 from hf_dart.drafters import hooks
 from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.base_config import HeadConfig
 from hf_dart.drafters.compatibility import check_compatible, unwrapped
 from hf_dart.drafters.cost import relative_cost, sizes
 from hf_dart.drafters.draft_vocabulary import LMHeadRows, checked
@@ -133,12 +134,12 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             tokens: [M] ids; None for the whole vocabulary.
 
         Raises:
-            ValueError: there are none, or some are no ids of the target's; or the drafter has an LM head of its own.
+            ValueError: there are none, or some are no ids of the target's; or the drafter has an LM head of its own, or
+                is no head (`HeadConfig`).
         """
-        if self.lm_head is not None:
-            raise ValueError(
-                f"This {self.described_as} scores tokens with an LM head of its own, whose tokens cannot be changed."
-            )
+        if self.lm_head is not None or not isinstance(self.config, HeadConfig):
+            own = "all tokens" if self.lm_head is None else "tokens with an LM head of its own"
+            raise ValueError(f"This {self.described_as} scores {own}, which cannot be changed; leave them as they are.")
         rows = self.config.vocab_size if self._shared is None else self._shared.rows(self.config.vocab_size)
         ids = None if tokens is None else checked(tokens, rows).to(self.device)
         self.config.draft_vocab_size = None if ids is None else len(ids)

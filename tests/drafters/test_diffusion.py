@@ -132,6 +132,7 @@ def test_what_fits(target: Any, tmp_path: Path) -> None:
     for number, other in ((0, deeper), (2, deeper), (2, wider)):
         drafter = DiffusionDrafter.from_pretrained(str(tmp_path / str(number)), target=other)
         assert_identical(other, drafter, prompts([7]), **GREEDY)
+    refused(lambda: drafter.reduce_vocabulary([3]), ValueError, "scores all tokens")
 
 
 @pytest.mark.parametrize(
