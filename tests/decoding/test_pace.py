@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical
-from support.tiny import prompts, tiny_head, tiny_target
+from support.tiny import prompts, tiny_target
 from support.trees import chain_of
 
-from hf_dart import TreeConfig
+from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.pace import _PRIOR, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
@@ -231,10 +231,9 @@ def test_a_row_that_is_about_to_end_says_nothing_of_drafts() -> None:
     assert chances == [True, False]
 
 
-def test_what_came_of_each_row_is_counted(noted: Any) -> None:
+def test_what_came_of_each_row_is_counted(target: Any, head: DartHead, noted: Any) -> None:
     """The tokens of the round: none of rows that have ended, or stood still."""
-    target = tiny_target("llama")
-    head, inputs = tiny_head(target), prompts([7, 7, 7, 7])
+    inputs = prompts([7, 7, 7, 7])
     told = noted(Pace, "count", lambda pace, drafted, tokens, *_: tokens)
     options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": [*range(2, 8)], "pad_token_id": 0}
     stock, _ = assert_identical(target, head, inputs, **options)
@@ -254,25 +253,19 @@ def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
         assert drafted, "each is ahead in its turn"
 
 
-def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dart")]
-
-
-def test_says_once_that_drafts_do_not_pay(caplog: pytest.LogCaptureFixture) -> None:
-    target = tiny_target("llama")
-    head = tiny_head(target)
+def test_says_once_that_drafts_do_not_pay(target: Any, head: DartHead, caplog: pytest.LogCaptureFixture) -> None:
     config = TreeConfig(draft_cost=9.0, node_cost=1e-4, lookup=0)
     inputs = {**prompts([9]), "do_sample": True, "top_k": 0}
     assert_identical(target, head, prompts([9]), do_sample=True, top_k=0, max_new_tokens=40, tree_config=config)
-    assert not said(caplog), "one pause may be an accident"
+    assert not caplog.messages, "one pause may be an accident"
     for _ in range(2):
         target.generate(**inputs, assistant=head, max_new_tokens=90, tree_config=config)
         stats = head.last_stats
         assert stats.paused_rounds > 64
         assert stats.to_dict()["paused_rounds"] == stats.paused_rounds
-    assert len(said(caplog)) == 1
+    (message,) = caplog.messages
     for cause in ("chat template", "language", "thinking", "another target"):
-        assert cause in said(caplog)[0]
+        assert cause in message
 
 
 @pytest.mark.parametrize(
@@ -292,9 +285,9 @@ def test_drafts_that_pay_go_on(fields: dict[str, Any], device: str, emitted: lis
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("llama")
-    head = tiny_head(target)
+def test_a_tree_of_one_node_asks_no_drafter(
+    target: Any, head: DartHead, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {"do_sample": False, "return_dict_in_generate": keeps}
     with monkeypatch.context() as patch:
         patch.setattr(head, "propose", None)
@@ -362,10 +355,8 @@ def test_a_new_text_may_be_of_another_kind(batch: int, given_up: tuple[int, int]
     assert [bool(drafted(20, 1)) for _ in range(3)] == [True, False, False], "they never paid"
 
 
-def test_kinds_of_calls() -> None:
+def test_kinds_of_calls(target: Any, head: DartHead) -> None:
     """A call goes on as those that choose their tokens in the same way, and tries for itself beside others."""
-    target = tiny_target("llama")
-    head = tiny_head(target)
     config = TreeConfig(draft_cost=9.0, node_cost=1e-4)
     sampled: dict[str, Any] = {"do_sample": True, "top_k": 0}
 
@@ -380,9 +371,9 @@ def test_kinds_of_calls() -> None:
     assert tries(do_sample=False) > 0
 
 
-def test_a_drafter_that_pauses_for_a_whole_call_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("llama")
-    head = tiny_head(target)
+def test_a_drafter_that_pauses_for_a_whole_call_reads_nothing(
+    target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options: dict[str, Any] = {"do_sample": False, "tree_config": TreeConfig(draft_cost=9.0, node_cost=1e-4)}
     assert_identical(target, head, prompts([9, 4]), max_new_tokens=20, **options)
     read: list[int] = []
@@ -397,10 +388,10 @@ def test_a_drafter_that_pauses_for_a_whole_call_reads_nothing(monkeypatch: pytes
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["one", "four"])
-def test_pauses_change_no_token(lengths: list[int], options: dict[str, object], noted: Any) -> None:
+def test_pauses_change_no_token(
+    target: Any, head: DartHead, lengths: list[int], options: dict[str, object], noted: Any
+) -> None:
     """Rows that stop early, stand still or run ahead while drafting pauses take their positions in later."""
-    target = tiny_target("llama")
-    head = tiny_head(target)
     config = TreeConfig(draft_cost=9.0, node_cost=1e-4)
 
     def last(state: Any, features: Any, tokens: Any, counts: Any, *_: Any) -> tuple[int, torch.Tensor]:
@@ -423,13 +414,11 @@ def test_pauses_change_no_token(lengths: list[int], options: dict[str, object], 
 
 
 @pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["one", "four"])
-def test_a_loop_is_copied_and_not_drafted(lengths: list[int], noted: Any) -> None:
+def test_a_loop_is_copied_and_not_drafted(target: Any, head: DartHead, lengths: list[int], noted: Any) -> None:
     """Where each token says the next one, text is soon a loop."""
-    target = tiny_target("llama")
     for layer in target.model.layers:
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
             part.weight.data.zero_()
-    head = tiny_head(target)
     drafts = noted(head, "propose", lambda *_: None)
     config = TreeConfig(draft_cost=0.2, node_cost=0.02)
     assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=240, tree_config=config)
@@ -573,11 +562,9 @@ def test_later_calls_know_what_earlier_ones_took() -> None:
     assert later.cost().draft == first.cost().draft == 0
 
 
-def test_calls_measure_their_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_measure_their_rounds(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a drafter for another target starts from nothing."""
     monkeypatch.setattr(Pace, "timed_costs", TIMED_COSTS)
-    target = tiny_target("qwen3")
-    head = tiny_head(target)
     options = {"do_sample": False, "max_new_tokens": 40, "tree_config": TreeConfig(lookup=0)}
     assert_identical(target, head, prompts([7, 5]), **options)
     (record,) = head.pace_records.values()

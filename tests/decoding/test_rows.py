@@ -14,18 +14,19 @@ from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import TOKENIZER, Criterion
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
-from hf_dart import TreeConfig, attach
+from hf_dart import DartHead, TreeConfig, attach
 from hf_dart.decoding import rows as module
 from hf_dart.decoding.rows import Rows
 
 
 @pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["", "in step"])
-def test_ids_outgrow_their_room(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_outgrow_their_room(
+    target: Any, head: DartHead, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Again and again; all are kept, and seen by what reads them."""
     monkeypatch.setattr(module, "_ROOM", 3)
-    target = tiny_target("llama")
     given = {"do_sample": False, "max_new_tokens": 40, "no_repeat_ngram_size": 2, **options}
-    assert_identical(target, tiny_head(target), prompts([7, 3]), **given)
+    assert_identical(target, head, prompts([7, 3]), **given)
 
 
 def test_rows_that_have_ended_hold_nobody_back() -> None:
@@ -56,11 +57,9 @@ def test_a_row_ends_inside_a_path_that_is_accepted() -> None:
         assert len(ended), "it was to end before the others"
 
 
-def test_rows_that_are_filled_up_need_a_pad() -> None:
+def test_rows_that_are_filled_up_need_a_pad(target: Any, head: DartHead) -> None:
     """As in stock, which fails at its first step."""
-    target = tiny_target("llama")
     target.generation_config.pad_token_id = None
-    head = tiny_head(target)
     options = {**prompts([7]), "do_sample": False, "max_new_tokens": 8, "stopping_criteria": [EosTokenCriteria(3)]}
     for drafting, words in (({}, "NoneType"), ({"assistant": head}, "give pad_token_id")):
         with pytest.raises(TypeError, match=words):

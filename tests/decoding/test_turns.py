@@ -183,8 +183,6 @@ def test_every_position_is_handed_over_once(family: str) -> None:
 
 # ---- and does not where it does not fit -------------------------------------------------------------------
 
-FULL = "llama"  # its cache can be cropped
-
 
 def run_plainly(target: Any, cache: Any, ids: Tensor) -> Any:
     with torch.no_grad():
@@ -217,9 +215,9 @@ CHANGES: dict[str, Callable[[Any, Any, Tensor], Any]] = {
 
 @pytest.mark.parametrize("tail", [False, True], ids=["whole", "tail"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_draft_that_does_not_fit_is_not_used(change: str, tail: bool, taken_up: list[bool]) -> None:
-    target = attach(tiny_target(FULL))
-    head = tiny_head(target)
+def test_a_draft_that_does_not_fit_is_not_used(
+    target: Any, head: DartHead, change: str, tail: bool, taken_up: list[bool]
+) -> None:
     texts = []
     for drafting in ({}, {"assistant": head}):
         cache = DynamicCache(config=target.config)
@@ -233,10 +231,9 @@ def test_a_draft_that_does_not_fit_is_not_used(change: str, tail: bool, taken_up
     assert taken_up == [False, False]
 
 
-def test_a_draft_under_another_mask_is_not_used(taken_up: list[bool]) -> None:
+def test_a_draft_under_another_mask_is_not_used(target: Any, head: DartHead, taken_up: list[bool]) -> None:
     """The padding of the first turn is text in the second: the tokens are the same, and what they say is not."""
-    target = attach(tiny_target(FULL))
-    head, texts = tiny_head(target), []
+    texts = []
     for drafting in ({}, {"assistant": head}):
         cache, inputs = DynamicCache(config=target.config), prompts([9, 4])
         text = run(target, inputs, 0, **{CACHE: cache}, **MODES["greedy"], **drafting).sequences
@@ -248,10 +245,8 @@ def test_a_draft_under_another_mask_is_not_used(taken_up: list[bool]) -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("lengths", [[9], RAGGED])
-def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -> None:
+def test_a_cropped_cache(target: Any, head: DartHead, lengths: list[int], same: bool, taken_up: list[bool]) -> None:
     """The draft is cropped with the cache, if the text after it begins with the same token."""
-    target = attach(tiny_target(FULL))
-    head = tiny_head(target)
     inputs = prompts(lengths)
 
     def cropped(**drafting: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -285,9 +280,9 @@ def test_another_head_starts_anew(pair: tuple[Any, DartHead], taken_up: list[boo
 
 
 @pytest.mark.parametrize("change", ["inference mode", "dtype"])
-def test_a_state_that_cannot_be_written_any_more(change: str, taken_up: list[bool]) -> None:
-    target = attach(tiny_target(FULL))
-    head = tiny_head(target)
+def test_a_state_that_cannot_be_written_any_more(
+    target: Any, head: DartHead, change: str, taken_up: list[bool]
+) -> None:
     cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
     with torch.inference_mode(change == "inference mode"):
         text = run(target, inputs, 0, **{CACHE: cache}, assistant=head, **MODES["greedy"]).sequences.clone()

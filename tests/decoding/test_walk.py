@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.cases import SAMPLERS, replay
 from support.compare import assert_identical
-from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_target
 from support.trees import choose_everywhere
 from torch import Tensor
 
-from hf_dart import TreeConfig
+from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.processors import AdditivePenaltyLogitsProcessor
 from hf_dart.decoding.rows import Rows
@@ -29,9 +29,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("mode", OPTIONS)
-def test_both_walks_give_stocks_tokens(mode: str, size: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("llama")
-    head = tiny_head(target)
+def test_both_walks_give_stocks_tokens(
+    target: Any, head: DartHead, mode: str, size: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if everywhere:
         choose_everywhere(monkeypatch)
     assert_identical(target, head, prompts([7, 3, 9, 5][:size]), max_new_tokens=24, **OPTIONS[mode])
@@ -39,26 +39,25 @@ def test_both_walks_give_stocks_tokens(mode: str, size: int, everywhere: bool, m
 
 
 @pytest.mark.parametrize("part", ["logits_processor", "stopping_criteria"])
-def test_what_may_do_anything_is_called_as_stock_calls_it(part: str) -> None:
+def test_what_may_do_anything_is_called_as_stock_calls_it(target: Any, head: DartHead, part: str) -> None:
     """Once per position, on the whole batch; it writes into the text, of which the target reads what stands there."""
 
     def writes(ids: Tensor, scores: Tensor, **_: Any) -> Tensor:
         ids[:, -1] = (ids[:, -1] + ids.shape[1] % 3) % VOCABULARY
         return scores if part == "logits_processor" else torch.zeros(len(ids), dtype=torch.bool)
 
-    target = tiny_target("llama")
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, part: [writes]}
-    assert_identical(target, tiny_head(target), prompts([7, 3, 9, 5]), **options)
+    assert_identical(target, head, prompts([7, 3, 9, 5]), **options)
 
 
 @pytest.mark.parametrize("way", ["everywhere", "by token", "in step"])
-def test_tokens_that_float32_cannot_tell_apart(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_float32_cannot_tell_apart(
+    target: Any, head: DartHead, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Stock compares scores as float32, where the first of equal ones is chosen."""
-    target = tiny_target("llama")
     with torch.no_grad():
         weight = target.lm_head.weight
         weight[1::2] = weight[::2] * (1 + 1e-12)
-    head = tiny_head(target)
     inputs, options = prompts([7, 3]), {"do_sample": False, "max_new_tokens": 24}
     if way == "everywhere":
         choose_everywhere(monkeypatch)
@@ -81,9 +80,9 @@ def test_the_largest_is_the_one_of_stocks_argmax(size: int) -> None:
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_no_token_is_drawn_from_nan(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target("llama")
-    head = tiny_head(target)
+def test_no_token_is_drawn_from_nan(
+    target: Any, head: DartHead, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inputs = prompts([7, 3])
     target.generate(**inputs, max_new_tokens=2, do_sample=True, assistant=head)  # tried while it was sound
     with torch.no_grad():
