@@ -14,13 +14,12 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 from support.turns import first_draft, next_turn_of
 from transformers import DynamicCache
 
-from hf_dart import LanguageModelDrafter, LookupDrafter, TreeConfig
-from hf_dart.decoding import walk
+from hf_dart import DartHead, LanguageModelDrafter, LookupDrafter, TreeConfig
+from hf_dart.decoding import stats, walk
 from hf_dart.decoding.api import close_call, generate, open_request, requested
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.seats import Seats
 from hf_dart.decoding.session import Session
-from hf_dart.decoding.stats import DraftStats
 from hf_dart.models.stock_steps import CACHE
 
 Request = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -39,10 +38,9 @@ def stocks(target: Any, request: Request, seed: int, **more: Any) -> Any:
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40}
 
 
-def test_a_drafter_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_fails(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its calls end, and nothing is emitted any more where there was no draft."""
-    target, seats = tiny_target("llama"), Seats(3)
-    head, inputs = tiny_head(target), prompts([5], seed=1)
+    seats, inputs = Seats(3), prompts([5], seed=1)
     sessions = [opened(target, assistant=head, **inputs, **GREEDY) for _ in range(2)]
     for session in sessions:
         seats.take(session)
@@ -79,9 +77,7 @@ def test_generators_and_caches_that_are_handed_back(family: str, first: bool) ->
     torch.testing.assert_close(*drafts, rtol=1e-5, atol=1e-5)  # the drafter's state is the call's own, too
 
 
-def test_calls_that_no_seat_takes() -> None:
-    target = tiny_target("llama")
-    head = tiny_head(target)
+def test_calls_that_no_seat_takes(target: Any, head: DartHead) -> None:
     for inputs, options, words in (
         (prompts([5, 3]), {"do_sample": False}, "has 2 rows"),
         (prompts([5]), {"return_dict_in_generate": True, "output_hidden_states": True}, "Hidden states are not"),
@@ -90,7 +86,7 @@ def test_calls_that_no_seat_takes() -> None:
             opened(target, assistant=head, **inputs, **{"max_new_tokens": 5, **options})
     seats = Seats(2)
     seats.take(opened(target, assistant=head, **prompts([5]), do_sample=False, max_new_tokens=9))
-    other = tiny_target("llama")
+    other = tiny_target("qwen3")
     for model, drafter, shape in ((other, tiny_head(other), None), (target, head, TreeConfig(nodes=3))):
         options = {"do_sample": False, "max_new_tokens": 9, "tree_config": shape}
         with pytest.raises(ValueError, match="share one target"):
@@ -126,24 +122,49 @@ def test_noise_is_no_cost_of_a_draft(drafter: Any, calls: int, noted: Any) -> No
         generator = torch.Generator().manual_seed(seed)
         seats.take(opened(target, generator, assistant=assistant, **inputs, **sampled))
     names, drawn = [""], list[str]()
-    plain = DraftStats.phase
+    plain = stats.DraftStats.phase
 
     @contextmanager
-    def phase(stats: DraftStats, name: str) -> Iterator[None]:
+    def phase(its: stats.DraftStats, name: str) -> Iterator[None]:
         names.append(name)
-        with plain(stats, name):
+        with plain(its, name):
             yield
         names.pop()
 
     noted(walk, "draw_exponential", lambda *_, **__: drawn.append(names[-1]))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(DraftStats, "phase", phase)
+        patched.setattr(stats.DraftStats, "phase", phase)
         while seats.taken:
             seats.round()
     if drafter:
         assert {*drawn} == {"noise"}
     else:
         assert drawn.count("noise") > drawn.count("walk")
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_drafts_take_the_time_of_a_selector(target: Any, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that moves on in nothing else; trees grow around it."""
+    head, clock, seats = tiny_head(target, selector_rank=4), [0.0], Seats(calls)
+    own = head.transitions
+
+    def scored(*given: Any) -> torch.Tensor | None:
+        clock[0] += 1
+        return own(*given)
+
+    monkeypatch.setattr(head, "transitions", scored)
+    monkeypatch.setattr(stats, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(stats, "processor_time", lambda: 2 * clock[0])
+    options: dict[str, Any] = {"assistant": head, "tree_config": TreeConfig(nodes=8), "max_new_tokens": 20}
+    sessions = [opened(target, **prompts([5], seed=1), **options) for _ in range(calls)]
+    for session in sessions:
+        seats.take(session)
+    for _ in range(3):
+        assert not seats.round()
+    for session in sessions:
+        nothing = dict.fromkeys(stats.PHASES, 0.0)
+        assert session.stats.seconds == nothing | {"draft": 3 / calls}
+        assert session.stats.processor_seconds == nothing | {"draft": 6 / calls}
 
 
 # ---- drafts that are made together --------------------------------------------------------------------------
@@ -191,9 +212,9 @@ def test_drafts_are_those_of_calls_alone(kind: str) -> None:
             found.append(call(target, drafter, waiting.pop(0)))
             seats.take(found[-1])
         assert all(failure is None for _, failure in seats.round())
-    assert [session.stats.committed for session in found] == [stats.committed for stats in alone]
+    assert [session.stats.committed for session in found] == [one.committed for one in alone]
     if kind in ("head", "selector", "eagle"):
-        assert sum(stats.tokens for stats in alone) > 1.3 * sum(stats.rounds for stats in alone)
+        assert sum(one.tokens for one in alone) > 1.3 * sum(one.rounds for one in alone)
 
 
 def test_one_pace_for_all(noted: Any) -> None:
