@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.compare import assert_identical, run, same, tally
+from support.compare import Run, assert_identical, run, same, tally
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.users import FORM, Form, FormProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_dart import LookupDrafter, attach
 from hf_dart.decoding import grammars
 from hf_dart.decoding.grammars import RowGrammar
+from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Proposal
 from hf_dart.hub.loading import PACKAGED_TARGET
 from hf_dart.trees.copies import NOTHING, Copies
@@ -120,8 +121,7 @@ SCHEMA = {"type": "object", "properties": NAMED, "required": ["name", "rows"], "
 
 def compiled(tokenizer: Any, size: int, schema: Any = SCHEMA) -> Any:
     """The grammar of a schema by xgrammar."""
-    import xgrammar
-
+    xgrammar = pytest.importorskip("xgrammar")
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=size)
     return xgrammar.GrammarCompiler(info).compile_json_schema(json.dumps(schema), any_whitespace=False)
 
@@ -132,21 +132,25 @@ def reset(processor: Any) -> dict[str, Any]:
     return {"logits_processor": [processor]}
 
 
-def xgrammar_processor(tokenizer: Any, size: int) -> Any:
+def xgrammar_processor(tokenizer: Any, size: int, schemas: Any = None) -> Any:
+    """One grammar for all rows, or one for each."""
+    given = compiled(tokenizer, size) if schemas is None else [compiled(tokenizer, size, one) for one in schemas]
     from xgrammar.contrib.hf import LogitsProcessor
 
-    grammar = compiled(tokenizer, size)
-    return lambda: {"logits_processor": [LogitsProcessor(grammar)]}
+    return lambda: {"logits_processor": [LogitsProcessor(given)]}
 
 
 def outlines_xgrammar_processor(tokenizer: Any, size: int) -> Any:
+    grammar = compiled(tokenizer, size)
+    pytest.importorskip("outlines")
     from outlines.backends.xgrammar import XGrammarLogitsProcessor
 
-    return partial(reset, XGrammarLogitsProcessor(compiled(tokenizer, size), "torch"))
+    return partial(reset, XGrammarLogitsProcessor(grammar, "torch"))
 
 
 def llguidance_processor(tokenizer: Any, size: int) -> Any:
-    import llguidance
+    llguidance = pytest.importorskip("llguidance")
+    pytest.importorskip("outlines")
     from llguidance.hf import from_tokenizer
     from outlines.backends.llguidance import LLGuidanceLogitsProcessor
 
@@ -155,6 +159,8 @@ def llguidance_processor(tokenizer: Any, size: int) -> Any:
 
 
 def outlines_processor(tokenizer: Any, size: int) -> Any:
+    pytest.importorskip("outlines")
+    pytest.importorskip("outlines_core")
     from outlines.backends.outlines_core import OutlinesCoreBackend, OutlinesCoreLogitsProcessor
     from outlines.models import Transformers
 
@@ -165,6 +171,7 @@ def outlines_processor(tokenizer: Any, size: int) -> Any:
 
 def enforcer(tokenizer: Any, size: int) -> Any:
     """By lm-format-enforcer itself: what it has for transformers does not import with transformers 5."""
+    pytest.importorskip("lmformatenforcer")
     from lmformatenforcer import JsonSchemaParser, TokenEnforcer, TokenEnforcerTokenizerData
 
     words = [(token, tokenizer.decode([token]), False) for token in range(size) if token != tokenizer.eos_token_id]
@@ -173,12 +180,7 @@ def enforcer(tokenizer: Any, size: int) -> Any:
     return lambda: {"prefix_allowed_tokens_fn": lambda _, text: held.get_allowed_tokens(text.tolist()).allowed_tokens}
 
 
-ASKED: list[tuple[list[str], Any]] = [
-    (["xgrammar"], xgrammar_processor),
-    (["xgrammar", "outlines"], outlines_xgrammar_processor),
-    (["llguidance", "outlines"], llguidance_processor),
-    (["outlines_core", "outlines"], outlines_processor),
-]
+ASKED = [xgrammar_processor, outlines_xgrammar_processor, llguidance_processor, outlines_processor]
 """Processors whose grammars are asked ahead; the last one does not say for how many tokens it is."""
 
 
@@ -189,38 +191,36 @@ def packaged() -> tuple[Any, Any]:
     return attach(AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float64)), tokenizer
 
 
+STOCKS: dict[Any, Run] = {}
+"""What stock writes, for both executors; its masks take as long as all of a drafted call."""
+
+
+def drafted(packaged: Any, make: Any, texts: list[str], sample: bool) -> DraftStats:
+    """Write after texts what stock does, and return what came of the drafts."""
+    (model, tokenizer), seed, known = packaged, len(texts), (make, len(texts), sample)
+    options, copies = make(tokenizer, model.config.vocab_size), LookupDrafter()
+    inputs = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
+    inputs = {**inputs, "do_sample": sample, "max_new_tokens": 60}
+    if known not in STOCKS:
+        STOCKS[known] = run(model, inputs, seed, **options())
+    same(run(model, inputs, seed, **options(), assistant=copies), STOCKS[known])
+    return copies.last_stats
+
+
 @pytest.mark.usefixtures("executor")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of those packages
 @pytest.mark.parametrize("sample", [False, True])
-@pytest.mark.parametrize(
-    ("packages", "make", "least"),
-    [
-        *((*kind, least) for kind, least in zip(ASKED, (1.5, 1.5, 1.5, 1.2), strict=True)),
-        (["lmformatenforcer"], enforcer, 1.0),
-    ],
-)
-def test_processors_of_other_packages(
-    packaged: Any, packages: list[str], make: Any, least: float, sample: bool
-) -> None:
-    for package in packages:
-        pytest.importorskip(package)
-    model, tokenizer = packaged
-    options = make(tokenizer, model.config.vocab_size)
-    inputs = tokenizer(["import json\nrow = ", "x = "], return_tensors="pt", padding=True, padding_side="left")
-    for rows in (1, 2):
-        some = {name: part[:rows] for name, part in inputs.items()} | {"do_sample": sample, "max_new_tokens": 60}
-        copies = LookupDrafter()
-        stock, ours = (run(model, some, rows, **options(), assistant=drafter) for drafter in (None, copies))
-        same(ours, stock)
-        assert copies.last_stats.tau > least, copies.last_stats.tau
+@pytest.mark.parametrize(("make", "least"), [*zip(ASKED, (1.5, 1.5, 1.5, 1.2), strict=True), (enforcer, 1.0)])
+def test_processors_of_other_packages(packaged: Any, make: Any, least: float, sample: bool) -> None:
+    for texts in (["import json\nrow = "], ["import json\nrow = ", "x = "]):
+        tau = drafted(packaged, make, texts, sample).tau
+        assert tau > least, tau
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize(("packages", "make"), ASKED)
-def test_texts_that_part_from_one_another(packaged: Any, packages: list[str], make: Any) -> None:
+@pytest.mark.parametrize("make", ASKED)
+def test_texts_that_part_from_one_another(packaged: Any, make: Any) -> None:
     """Asked about them in turn, a grammar says what one says that has never been asked."""
-    for package in packages:
-        pytest.importorskip(package)
     model, tokenizer = packaged
     (processor,) = make(tokenizer, model.config.vocab_size)()["logits_processor"]
     asked, texts = grammars._grammar(processor, 0), [[], []]
@@ -235,10 +235,8 @@ def test_texts_that_part_from_one_another(packaged: Any, packages: list[str], ma
         assert [*asked.forced(text)] == [*grammars._grammar(processor, 0).forced(text)]
 
 
-@pytest.mark.parametrize(("packages", "make"), ASKED[:3])
-def test_a_grammar_of_another_tokenizer(packaged: Any, packages: list[str], make: Any) -> None:
-    for package in packages:
-        pytest.importorskip(package)
+@pytest.mark.parametrize("make", ASKED[:3])
+def test_a_grammar_of_another_tokenizer(packaged: Any, make: Any) -> None:
     model, tokenizer = packaged
     size = model.config.vocab_size
     options = make(tokenizer, size + 900)()
@@ -248,31 +246,19 @@ def test_a_grammar_of_another_tokenizer(packaged: Any, packages: list[str], make
 
 @pytest.mark.parametrize(("count", "rows"), [(2, 1), (2, 3), (3, 2)])
 def test_grammars_of_other_rows(packaged: Any, count: int, rows: int) -> None:
-    pytest.importorskip("xgrammar")
-    from xgrammar.contrib.hf import LogitsProcessor
-
     model, tokenizer = packaged
-    given = LogitsProcessor([compiled(tokenizer, model.config.vocab_size, ROWS)] * count)
+    options = xgrammar_processor(tokenizer, model.config.vocab_size, [ROWS] * count)()
     inputs = tokenizer(["row = "] * rows, return_tensors="pt")
     with pytest.raises(ValueError, match=f"^The processor has {count} grammars for {rows} rows of text; give one"):
-        run(model, inputs, 1, assistant=LookupDrafter(), logits_processor=[given])
+        run(model, inputs, 1, assistant=LookupDrafter(), **options)
+
+
+BY_ROW = partial(xgrammar_processor, schemas=[SCHEMA, SORTED, ROWS])
 
 
 @pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("sample", [False, True])
 def test_rows_of_other_grammars_go_on_apart(packaged: Any, sample: bool) -> None:
     """A processor of xgrammar does for each row what one for that row alone does."""
-    pytest.importorskip("xgrammar")
-    from xgrammar.contrib.hf import LogitsProcessor
-
-    model, tokenizer = packaged
-    forms = [compiled(tokenizer, model.config.vocab_size, schema) for schema in (SCHEMA, SORTED, ROWS)]
-    inputs = tokenizer(["row = ", "x = ", "data = "], return_tensors="pt", padding=True, padding_side="left")
-    options = {**inputs, "do_sample": sample, "max_new_tokens": 60}
-    copies = LookupDrafter()
-    stock, ours = (
-        run(model, options, 1, logits_processor=[LogitsProcessor(forms)], assistant=drafter)
-        for drafter in (None, copies)
-    )
-    same(ours, stock)
-    assert any(len({*counts} - {0}) > 1 for counts in copies.last_stats.committed), "no row waits for the others"
+    committed = drafted(packaged, BY_ROW, ["row = ", "x = ", "data = "], sample).committed
+    assert any(len({*counts} - {0}) > 1 for counts in committed), "no row waits for the others"
