@@ -23,7 +23,6 @@ from transformers import (
     DynamicCache,
     MaxLengthCriteria,
     RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -199,6 +198,13 @@ GREEDY = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": PAD}
 RAGGED = [9, 3, 7, 12]
 
 
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, Any]:
+    """A target and its head."""
+    target = tiny_target("llama")
+    return target, tiny_head(target)
+
+
 @pytest.mark.usefixtures("executor")
 def test_ended_rows_do_not_hold_up_the_others(llama: tuple[Any, Any]) -> None:
     """Stock fills them up; so does the draft, and a round is as long as that of the rows still running."""
@@ -307,19 +313,6 @@ def test_a_penalty_sees_one_row(llama: tuple[Any, Any], known: int | None, noted
 
 
 # ---- the ends of tables -----------------------------------------------------------------------------------
-
-
-def test_a_batch_up_to_where_rotary_tables_change() -> None:
-    """The last token of a text is not run through the model: one more than the table was trained for fits."""
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    target = tiny_target("llama", rope_parameters=rope, max_position_embeddings=32)
-    head = tiny_head(target)
-    assert_identical(target, head, prompts([9, 4]), do_sample=False, max_length=33)
-    with pytest.raises(ValueError, match="set max_length to 33 or less"):
-        target.generate(**prompts([9, 4]), do_sample=False, max_length=34, assistant=head)
-    criteria = StoppingCriteriaList([MaxLengthCriteria(60)])  # refusals look at what the call may really reach
-    with pytest.raises(ValueError, match="rotary"):
-        target.generate(**prompts([9, 4]), max_new_tokens=5, stopping_criteria=criteria, assistant=head)
 
 
 def test_drafts_go_on_behind_a_table_that_has_no_hard_end() -> None:

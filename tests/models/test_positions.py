@@ -11,7 +11,7 @@ from support.compare import assert_identical
 from support.multimodal import multimodal_target
 from support.tiny import prompts, tiny_head, tiny_target
 from torch import nn
-from transformers import DynamicCache
+from transformers import DynamicCache, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dart import LookupDrafter, attach
 from hf_dart.models.stock_steps import CACHE
@@ -74,18 +74,24 @@ def test_frequencies_are_as_before_the_trial(rope: dict[str, Any], unpacks: bool
 
 
 def test_crossings_are_refused() -> None:
+    """The last token of a text is not run through the model: one more than the table was trained for fits."""
+    criteria = StoppingCriteriaList([MaxLengthCriteria(40)])  # in the place of what the options say
     for family, fields, lengths in (
         ("phi3_full", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20}, [7]),
         ("phi3_full", {"original_max_position_embeddings": 20}, [7]),
         ("llama", {"rope_parameters": LONGROPE}, [7]),
         ("llama", {"rope_parameters": LONGROPE}, [9, 3, 7, 13]),
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}, [9, 4]),
         ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}, [25, 3]),
     ):
         target = tiny_target(family, **fields)
         head = tiny_head(target)
         shorter = "set max_length to 21 or less, or " if max(lengths) <= 20 else ""
-        with pytest.raises(ValueError, match=f"too; {shorter}leave assistant= out"):
-            target.generate(**prompts(lengths), max_length=40, assistant=head)
+        for reach in ({"max_length": 22 if shorter else 40}, {"max_new_tokens": 5, "stopping_criteria": criteria}):
+            with pytest.raises(ValueError, match=f"too; {shorter}leave assistant= out"):
+                target.generate(**prompts(lengths), **reach, assistant=head)
+        if shorter:
+            assert_identical(target, head, prompts(lengths), **GREEDY, max_length=21)
 
 
 def test_positions_of_ones_own_and_cached_texts_cross_it_too() -> None:
