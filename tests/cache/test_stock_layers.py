@@ -9,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.tiny import prompts, tiny_target
+from support.users import OwnError
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.models.stock_steps import CACHE
-
-
-class Broken(Exception):
-    """Raised amid an update."""
 
 
 @pytest.mark.parametrize("held", [0, 3, 6, 9, 14])
@@ -39,14 +36,14 @@ def test_updates_are_undone(family: str, make: Callable[[Any], Any], held: int) 
     def break_off() -> None:
         with undone_on_failure(cache, 64):
             feed(held, held + 5)
-            raise Broken
+            raise OwnError
 
     with torch.no_grad():
         if held:
             feed(0, held)
         before = copy.deepcopy(cache)
         addresses = [layer.keys.data_ptr() for layer in cache.layers if isinstance(layer, StaticLayer) and held]
-        with pytest.raises(Broken):
+        with pytest.raises(OwnError):
             break_off()
         assert [layer.keys.data_ptr() for layer in cache.layers if isinstance(layer, StaticLayer) and held] == addresses
         assert cache.get_seq_length() == before.get_seq_length() == held

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.families import HYBRIDS, ROUNDS_INSIDE, VOCABULARY, needs_running_states, sampled
 from support.tiny import tiny_target
+from support.users import OwnError, fail
 from torch import Tensor, nn
 from transformers import DynamicCache
 
@@ -25,14 +26,6 @@ from hf_dart.trees.tree import DraftTree
 pytestmark = needs_running_states
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba"]
 PADS, PROMPT, NODES, DEPTH = [0, 3, 6], 13, 16, 5
-
-
-class _Failure(Exception):
-    pass
-
-
-def fails(*_: Any, **__: Any) -> Any:
-    raise _Failure
 
 
 class Stand:
@@ -153,8 +146,8 @@ def test_a_row_that_went_too_far_goes_back_to_its_prompt(monkeypatch: pytest.Mon
     close("qwen3_5", logits[1], wanted[1, :2])
     close("qwen3_5", logits[2, 0], wanted[2, 2])
     # Broken off on the way back, the cache is not read.
-    monkeypatch.setattr(verify.cache.states, "back_to_prompt", fails)
-    with pytest.raises(_Failure):
+    monkeypatch.setattr(verify.cache.states, "back_to_prompt", lambda *_: fail())
+    with pytest.raises(OwnError):
         verify.cache.truncate(prompts + 1)
     with pytest.raises(RuntimeError, match="cannot be read"):
         verify.cache.write_back(1)
@@ -167,8 +160,8 @@ def test_forwards_are_back_after_any_exception(monkeypatch: pytest.MonkeyPatch) 
     mixers, tree = mixers_of(stand.model), drawn_tree(0, len(PADS))
     assert len(mixers) == 3
     with monkeypatch.context() as patch:
-        patch.setattr(mixers[1].module.norm, "forward", fails)
-        with pytest.raises(_Failure):
+        patch.setattr(mixers[1].module.norm, "forward", lambda *_: fail())
+        with pytest.raises(OwnError):
             stand.verifier()(tree)
     assert not any("forward" in vars(mixer.module) for mixer in mixers)
     module = mixers[0].module
