@@ -19,10 +19,10 @@ pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=8)}
 
 
-def compiled(family: str, backend: str, attention: str = "sdpa", **head: Any) -> tuple[Any, Any, Engine]:
+def compiled(family: str, backend: str, **head: Any) -> tuple[Any, Any, Engine]:
     torch._dynamo.reset()
     counters.clear()
-    target = tiny_target(family, attention)
+    target = tiny_target(family)
     drafter = tiny_head(target, **head)
     return target, drafter, hf_dart.compile(target, drafter, backend=backend, first_tier=64)
 
