@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from support.attacks import as_one_line, attack, seeds
+from support.cases import GREEDY, SAMPLED
 from support.compare import assert_identical, run, same
 from support.memory import resident
 from support.sentences import refused
@@ -28,8 +29,6 @@ from hf_dart.decoding import suffix_store
 from hf_dart.trees import copies
 from hf_dart.trees.copies import LONGEST, RowCopies, TextIndex
 
-GREEDY = {"do_sample": False, "max_new_tokens": 24}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 KEPT = {"return_dict_in_generate": True, "output_scores": True}
 FREE = TreeConfig(node_cost=0.0, draft_cost=0.0)
 
@@ -84,7 +83,7 @@ def test_texts_that_mislead_change_nothing(target: Any, options: dict[str, Any])
         for row in text:
             for first in range(3):
                 store.add("", [random.randrange(VOCABULARY) if at % 3 == first else t for at, t in enumerate(row)])
-                store.add("", [*row[:first + 12], 5, *row[first + 12 :], 0, 0, 0])
+                store.add("", [*row[: first + 12], 5, *row[first + 12 :], 0, 0, 0])
     for ends in ({}, stopping):
         assert_identical(target, LookupDrafter(), inputs, **options, **ends, **KEPT, tree_config=FREE, memory=store)
 
@@ -193,7 +192,7 @@ def test_namespaces_never_meet(monkeypatch: pytest.MonkeyPatch) -> None:
             store.add(name, [random.randrange(4) + 10 * "abc".index(name) for _ in range(10)])
     assert store.names == ["a", "b", "c"]
     for number, name in enumerate("abcd"):
-        for text in ([[10 * k + 1] for k in range(3)] + [[10 * k, 10 * k + 3] for k in range(3)]):
+        for text in [[10 * k + 1] for k in range(3)] + [[10 * k, 10 * k + 3] for k in range(3)]:
             for row in copied(store, text, name):
                 assert text[0] // 10 == number
                 assert all(token == -1 or token // 10 == number for token in row[:1])

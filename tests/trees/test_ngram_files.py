@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from support.attacks import damaged, seeds, survives
+from support.attacks import attack, seeds
 from support.memory import traced_peak
 from support.ngrams import VOCABULARY, corpus
 
@@ -127,16 +128,13 @@ def test_wrong_content(tmp_path: Path, table: NgramTable, name: str, place: int,
 @pytest.mark.parametrize("part", seeds(150, 3000))
 def test_mutated_files(tmp_path: Path, table: NgramTable, part: range) -> None:
     """Refused in one sentence, or read as a table that answers with numbers."""
-    content, contexts = table.path.read_bytes(), np.array([[a, b] for a in range(-1, 4) for b in range(-1, 4)])
+    file = Path(shutil.copy(table.path, tmp_path / "mutated"))  # the table reads its own
+    contexts = np.array([[a, b] for a in range(-1, 4) for b in range(-1, 4)])
 
     def read() -> None:
-        found = NgramTable.load(tmp_path / "mutated")
+        found = NgramTable.load(file)
         shares = found.probabilities(contexts, np.tile(np.arange(-1, VOCABULARY), (len(contexts), 1)))
         assert np.isfinite(shares).all()
         assert 0 <= shares.min() <= shares.max() <= 1
 
-    were_read = 0
-    for seed in part:
-        (tmp_path / "mutated").write_bytes(damaged(content, seed))
-        were_read += survives(read)
-    assert 0 < were_read < 0.3 * len(part)
+    assert 0 < attack(file, read, part) < 0.3 * len(part)
