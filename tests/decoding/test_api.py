@@ -20,6 +20,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, StopStringCr
 
 from hf_dart import DartHead, LanguageModelDrafter, LookupDrafter, TreeConfig, attach, detach, load_drafter
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft 0.21
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 INPUTS, TWO_ROWS = prompts([7]), prompts([7, 4])
@@ -87,7 +88,6 @@ def test_copies_are_themselves(copied: Any) -> None:
         assert_identical(model, drafter, INPUTS, **mode)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> None:
     plain = run(target, INPUTS, 0, **GREEDY).sequences
@@ -110,7 +110,6 @@ def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> N
     assert drafted(made)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_an_adapter_for_each_row(target: Any, head: DartHead, rows: int) -> None:
     """The trial of the first call has other rows."""
@@ -125,7 +124,6 @@ def test_an_adapter_for_each_row(target: Any, head: DartHead, rows: int) -> None
     assert not torch.equal(mixed.sequences, alike.sequences), "the adapters were to change the text"
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
 @pytest.mark.parametrize("on", [{"target_modules": ["q_proj", "embed_tokens"]}, {"trainable_token_indices": [3, 5]}])
 def test_adapters_of_the_embeddings(target: Any, on: dict[str, Any]) -> None:
     """Their wrappers of the table do not tell its size."""
@@ -312,19 +310,18 @@ def test_errors_are_stocks(target: Any, head: DartHead) -> None:
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_streamer_is_shown_the_prompt_once(target: Any, head: DartHead, use_cache: bool) -> None:
-    prompt = prompts([7])
     options = {"do_sample": False, "max_new_tokens": 8, "use_cache": use_cache}
     stocks, ours = Listener(), Listener()
-    target.generate(**prompt, **options, streamer=stocks)
+    target.generate(**INPUTS, **options, streamer=stocks)
     attach(target, head)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # without a cache there are no drafts
-        target.generate(**prompt, **options, streamer=ours)
+        target.generate(**INPUTS, **options, streamer=ours)
     assert ours.calls == stocks.calls
     assert drafted(head) is use_cache
     if not use_cache:
         with pytest.raises(ValueError, match="use_cache"):
-            target.generate(**prompt, **options, assistant=head, streamer=(unused := Listener()))
+            target.generate(**INPUTS, **options, assistant=head, streamer=(unused := Listener()))
         assert unused.calls == []
 
 
@@ -347,5 +344,5 @@ def test_statistics_are_there_when_a_streamer_ends(target: Any, head: DartHead) 
             super().end()
 
     asked = Asks()
-    target.generate(**prompts([7]), **SAMPLED, assistant=head, streamer=asked)
+    target.generate(**INPUTS, **SAMPLED, assistant=head, streamer=asked)
     assert asked.calls[-1] == "end"
