@@ -173,25 +173,23 @@ def three_words(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     return model, drafter
 
 
-Law = dict[tuple[int, ...], float]
-
-
-def laws(monkeypatch: pytest.MonkeyPatch, model: Any, head: Any, options: dict[str, Any]) -> tuple[Law, Law]:
-    outcomes, ids = Outcomes(monkeypatch), torch.tensor([[2, 0, 1, 2]])
-    # The first token is the prefill's and needs no branches.
-    options = {"do_sample": True, "max_new_tokens": 4, "begin_suppress_tokens": [0, 1], **options}
-    options |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    stock = outcomes.law(lambda: model.generate(**options))
-    return stock, outcomes.law(lambda: model.generate(**options, custom_generate=stock_loop(head)))
+STOCKS: dict[str, dict[tuple[int, ...], float]] = {}
+"""Stock's law by mode, whoever drafts."""
 
 
 @pytest.mark.parametrize("mode", LAWS)
 def test_sampling_follows_stocks_law(mode: str, three_words: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    stock, ours = laws(monkeypatch, *three_words, LAWS[mode])
+    (model, drafter), outcomes, ids = three_words, Outcomes(monkeypatch), torch.tensor([[2, 0, 1, 2]])
+    # The first token is the prefill's and needs no branches.
+    options = {"do_sample": True, "max_new_tokens": 4, "begin_suppress_tokens": [0, 1], **LAWS[mode]}
+    options |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if mode not in STOCKS:
+        STOCKS[mode] = outcomes.law(lambda: model.generate(**options))
+    stock = STOCKS[mode]
+    ours = outcomes.law(lambda: model.generate(**options, custom_generate=stock_loop(drafter)))
     assert sum(weight > 0.01 for weight in stock.values()) >= 10
     assert max(abs(stock.get(text, 0.0) - ours.get(text, 0.0)) for text in {*stock, *ours}) < 1e-6
     if mode == "T=1, EOS":
-        model = three_words[0]
         for text, weight in stock.items():
             logits = model(torch.tensor([text])).logits[0].detach()
             wanted = 1.0
