@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.cases import MODES, batch
-from support.compare import assert_identical, assert_identical_up_to_near_ties, tally
+from support.compare import assert_identical, assert_identical_up_to_near_ties, same, tally
 from support.engines import compiled_pair
 from support.families import needs_running_states
 from support.simulated_gpu import needs_a_driver
 from support.tiny import tiny_head, tiny_target
+from support.turns import KINDS, RAGGED, two_turns
 from transformers import DynamicCache
 
 import hf_dart
@@ -47,21 +48,17 @@ def test_whole_rounds(family: str) -> None:
     assert {tier.slots for tier in made.tiers if tier is not None} >= {32, 64}
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.matrix)])
-def test_a_cache_that_is_handed_back(size: int) -> None:
+@pytest.mark.parametrize("lengths", [[7], pytest.param(RAGGED, marks=pytest.mark.matrix)], ids=str)
+def test_a_cache_that_is_handed_back(lengths: list[int]) -> None:
     """Its states are stock's, and another call goes on from it."""
     target, head, made = compiled_pair("qwen3_5")
-    texts, states = [], []
-    for options in ({}, {"assistant": head, "tree_config": TREE}):
-        cache, inputs = DynamicCache(config=target.config), batch(size, "sdpa")
-        for _ in range(2):
-            torch.manual_seed(0)
-            found = target.generate(**inputs, **{CACHE: cache}, do_sample=True, max_new_tokens=9, **options)
-            ones = torch.ones(size, found.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long)
-            inputs = {"input_ids": found, "attention_mask": torch.cat([inputs["attention_mask"], ones], dim=1)}
-        texts.append(found)
-        states.append(cache.layers[0].recurrent_states[0])
-    assert torch.equal(*texts)
+    mode = {"do_sample": True, "max_new_tokens": 9, "tree_config": TREE}
+    (stock, *plain), (ours, *drafted) = (
+        two_turns(target, KINDS["dynamic"], lengths, (drafter, drafter), mode) for drafter in (None, head)
+    )
+    for turn, wanted in zip(drafted, plain, strict=True):
+        same(turn, wanted)
+    states = (cache.layers[0].recurrent_states[0] for cache in (ours, stock))
     torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
     assert made.tiers
 
