@@ -11,14 +11,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from support.cases import replay
 from support.families import needs_running_states
 from support.tiny import PAD, VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from support.users import Listener, OwnError, Processor
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria
 
-from hf_dart import DartCandidateGenerator, TreeConfig
+from hf_dart import DartCandidateGenerator, DartHead, TreeConfig
 from hf_dart.drafters.base import Proposal
 from hf_dart.models.stock_steps import CACHE
 
@@ -51,7 +50,7 @@ def test_greedy_is_stocks(family: str, attention: str, pads: int) -> None:
         told = {"return_dict_in_generate": True, "output_scores": True}
         options = {**mode, "do_sample": False, "max_new_tokens": 24, **told}
         stock = model.generate(**inputs, **options)
-        drafters: list[Any] = [replay(model, inputs, misses=[share], **options) for share in (0.0, 0.3)]
+        drafters: list[Any] = [ReplayDrafter(stock.sequences, [pads], VOCABULARY, misses=[few]) for few in (0.0, 0.3)]
         # Bloom takes no tree mask, so no head can be attached; chains run all the same.
         drafters += [tiny_head(model)] if family != "bloom" else []
         for drafter in drafters:
@@ -66,17 +65,15 @@ def test_greedy_is_stocks(family: str, attention: str, pads: int) -> None:
                 assert stats.tau > 4
 
 
-def test_head_drafts_as_in_its_own_loop() -> None:
+def test_head_drafts_as_in_its_own_loop(target: Any, head: DartHead) -> None:
     # What the head reads is right: its chain of one wins as many rounds as the same chain in hf_dart's own loop.
-    model = tiny_target("qwen3")
-    head = tiny_head(model)
     own, stocks = [], []
     for seed in range(6):
         inputs = prompts([9], seed)
         head.tree_config = TreeConfig(nodes=6, depth=5, beam=1, top_k=1, lookup=0)
-        first = model.generate(**inputs, do_sample=False, max_new_tokens=40, assistant=head)
+        first = target.generate(**inputs, do_sample=False, max_new_tokens=40, assistant=head)
         own.append(head.last_stats.committed)
-        second = model.generate(**inputs, do_sample=False, max_new_tokens=40, custom_generate=stock_loop(head))
+        second = target.generate(**inputs, do_sample=False, max_new_tokens=40, custom_generate=stock_loop(head))
         stocks.append(head.last_stats.committed)
         assert torch.equal(first, second)
     assert own == stocks
@@ -98,13 +95,12 @@ class Edited(ReplayDrafter):
         return torch.where(in_front[..., None] & right[:, :, None], 0.0, -9.0)
 
 
-def test_drafts_look_at_the_token_in_front() -> None:
-    model = tiny_target("llama")
+def test_drafts_look_at_the_token_in_front(target: Any) -> None:
     inputs = prompts([7])
     options: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 24}
-    stock = model.generate(**options)
+    stock = target.generate(**options)
     drafter = Edited(stock, [0], VOCABULARY, misses=[0.0])
-    assert torch.equal(model.generate(**options, custom_generate=stock_loop(drafter)), stock)
+    assert torch.equal(target.generate(**options, custom_generate=stock_loop(drafter)), stock)
     assert drafter.last_stats.tau > 4
 
 
@@ -248,38 +244,34 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_loop_gets_wrong_is_refused(case: str) -> None:
-    model = tiny_target("llama")
+def test_what_the_loop_gets_wrong_is_refused(target: Any, head: DartHead, case: str) -> None:
     options, says = REFUSED[case]
-    drafter = tiny_head(model)
-    usual = {**prompts([7]), "max_new_tokens": 12, "custom_generate": stock_loop(drafter)}
+    usual = {**prompts([7]), "max_new_tokens": 12, "custom_generate": stock_loop(head)}
     given = {name: value for name, value in {**usual, **options}.items() if value is not None}
     with pytest.raises(ValueError, match=says) as refusal:
-        model.generate(**given)
+        target.generate(**given)
     assert str(refusal.value).count(". ") == 0
-    torch.testing.assert_close(model.generate(**usual), model.generate(**prompts([7]), max_new_tokens=12))
+    torch.testing.assert_close(target.generate(**usual), target.generate(**prompts([7]), max_new_tokens=12))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
-def test_targets_and_caches_that_do_not_fit_are_refused() -> None:
+def test_targets_and_caches_that_do_not_fit_are_refused(target: Any, head: DartHead) -> None:
     def refused(model: Any, drafter: Any, says: str, **options: Any) -> None:
         with pytest.raises(ValueError, match=says):
             model.generate(**{**prompts([7]), "max_new_tokens": 40, **options}, custom_generate=stock_loop(drafter))
 
-    model = tiny_target("llama")
-    head = tiny_head(model)
-    first = model.generate(**prompts([7]), max_new_tokens=4, return_dict_in_generate=True)
+    first = target.generate(**prompts([7]), max_new_tokens=4, return_dict_in_generate=True)
     cached = {"input_ids": first.sequences, "attention_mask": None, CACHE: first[CACHE]}
-    refused(model, head, "after a cached prefix", **cached)
+    refused(target, head, "after a cached prefix", **cached)
     refused(tiny_target("llama", hidden_size=40, head_dim=10), head, "hidden")
-    refused(model.train(), head, "train mode")
+    refused(target.train(), head, "train mode")
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
     ends = tiny_target("llama", max_position_embeddings=32, rope_parameters=rope)
     refused(ends, tiny_head(ends), "set max_length to 33 or less")
     options = {**prompts([7]), "do_sample": False, "max_length": 33}
     assert torch.equal(ends.generate(**options, custom_generate=stock_loop(tiny_head(ends))), ends.generate(**options))
-    soft = get_peft_model(model.eval(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    soft = get_peft_model(target.eval(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     refused(soft.double().eval(), head, "soft prompts")
 
 

@@ -7,11 +7,10 @@ from math import log
 
 import pytest
 import torch
-from support.tiny import tiny_head, tiny_target
 from support.trees import paths
 from transformers import LogitsProcessorList, TopKLogitsWarper
 
-from hf_dart import TreeConfig
+from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.grow import Ranker, SeenTokens, TreeGrower
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
@@ -31,9 +30,8 @@ def test_a_penalty_is_for_what_each_row_holds(vocabulary: torch.Tensor | None) -
         assert [set(ids[row].tolist()) for row in found] == [set(text) & set(ids.tolist()) for text in texts]
 
 
-def test_the_ends_of_a_call_end_its_drafts() -> None:
+def test_the_ends_of_a_call_end_its_drafts(head: DartHead) -> None:
     """Drafted and copied; but for a row that has ended and runs on, whose pads may be end tokens."""
-    head = tiny_head(tiny_target("llama"))
     logits = torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0))
     proposal = Proposal(logits, torch.zeros(3, 4, head.config.hidden_size, dtype=torch.float64))
     end = int(logits[0, 0].argmax())
@@ -50,9 +48,8 @@ def test_the_ends_of_a_call_end_its_drafts() -> None:
 
 
 @pytest.mark.parametrize(("chance", "wanted"), [(0.55, 7), (0.95, 5)], ids=["weak", "strong"])
-def test_a_weak_copy_counts_less_beside_a_draft(chance: float, wanted: int) -> None:
+def test_a_weak_copy_counts_less_beside_a_draft(head: DartHead, chance: float, wanted: int) -> None:
     """The drafter is sure of token 7 by 0.5, and token 5 is copied."""
-    head = tiny_head(tiny_target("llama"))
     logits = torch.full((1, 1, 48), log(0.5 / 47))
     logits[0, 0, 7] = log(0.5)
     proposal = Proposal(logits, torch.zeros(1, 1, head.config.hidden_size, dtype=torch.float64))
