@@ -11,10 +11,9 @@ import torch
 from support.assistants import gemma4_drafter, gemma4_target
 from support.guests import dflash_drafter
 from support.heads import text
+from support.memory import Largest
 from support.modules import with_module
 from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dart import LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.drafters import base
@@ -39,19 +38,6 @@ DRAFTERS: dict[str, Make] = {
     "gemma4": lambda folder: gemma4_drafter(folder, attach(gemma4_target(vocab_size=VOCABULARY))),
     "module": lambda folder: MtpDrafter.from_target(with_module("glm4_moe", folder)[0]),
 }
-
-
-class Largest(TorchDispatchMode):
-    """Notes the elements of the largest tensor that is made inside."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for one in made if isinstance(made, (tuple, list)) else [made]:
-            if isinstance(one, Tensor):
-                self.elements = max(self.elements, one.numel())
-        return made
 
 
 @torch.no_grad()

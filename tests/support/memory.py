@@ -55,3 +55,18 @@ class TensorPeak(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self._count(one for one in tree_leaves(out) if isinstance(one, Tensor))
         return out
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any tensor that operators return, of those that count."""
+
+    def __init__(self, counts: Callable[[Tensor], bool] = lambda _: True) -> None:
+        super().__init__()
+        self.counts, self.elements = counts, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(one, Tensor) and one.ndim and self.counts(one):
+                self.elements = max(self.elements, one.numel())
+        return result

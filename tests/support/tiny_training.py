@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM, default_data_collator
 
 from hf_dart import DartHead
@@ -108,21 +107,6 @@ def examples() -> tuple[Tensor, Tensor, Tensor]:
     labels = target.softmax(-1).flatten(0, 1).multinomial(1, generator=random).view(BLOCKS, LENGTH)
     labels[1, 3] = labels[2, 2] = labels[3, 0] = NO_LABEL
     return draft, target, labels
-
-
-class Largest(TorchDispatchMode):
-    """The most elements of any tensor that operators return, of those that count."""
-
-    def __init__(self, counts: Callable[[Tensor], bool]) -> None:
-        super().__init__()
-        self.counts, self.elements = counts, 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        for one in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(one, Tensor) and one.ndim and self.counts(one):
-                self.elements = max(self.elements, one.numel())
-        return result
 
 
 @contextmanager

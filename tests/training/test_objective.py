@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.memory import Largest
 from support.sentences import refused
-from support.tiny_training import ROWS, VOCABULARY, Largest, batch_of, examples, taught, tiny_head, trainer_on
+from support.tiny_training import ROWS, VOCABULARY, batch_of, examples, taught, tiny_head, trainer_on
 from transformers import HfArgumentParser
 
 from hf_dart.drafters.layers import take

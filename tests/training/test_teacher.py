@@ -8,17 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_training import (
-    ROWS,
-    VOCABULARY,
-    Largest,
-    batch_of,
-    taught,
-    tiny_head,
-    tiny_target,
-    tiny_trainer,
-    token_rows,
-)
+from support.memory import Largest
+from support.tiny_training import ROWS, VOCABULARY, batch_of, taught, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
