@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.cases import GREEDY, MODES
 from support.compare import assert_identical, run
+from support.heads import text
 from support.sentences import refused
 from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from hf_dart import DartHead, TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
-from hf_dart.drafters.base import Proposal
+from hf_dart.drafters.base import Proposal, Verified
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.trees.chain import after_draft, best_chain
 
@@ -40,17 +41,9 @@ def editing_head(target: Any, **config: Any) -> DartHead:
     return head
 
 
-def texts(head: DartHead, lengths: list[int], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Features [B, T, F] and next tokens [B, T]."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (len(lengths), max(lengths))
-    features = torch.randn(*shape, head.config.features_width, generator=generator, dtype=torch.float64)
-    return features, torch.randint(VOCABULARY, shape, generator=generator)
-
-
-def begun(head: DartHead, features: Tensor, tokens: Tensor, counts: list[int]) -> tuple[SlotCache, Proposal]:
-    state = head.begin(len(counts), 4)
-    return state, head.propose(state, features, tokens, torch.tensor(counts))
+def begun(head: DartHead, seen: Verified) -> tuple[SlotCache, Proposal]:
+    state = head.begin(len(seen.counts), 4)
+    return state, head.propose(state, *seen)
 
 
 def from_scratch(head: DartHead, features: Tensor, tokens: Tensor, draft: Tensor, first: Tensor) -> Tensor:
@@ -84,8 +77,8 @@ def from_scratch(head: DartHead, features: Tensor, tokens: Tensor, draft: Tensor
 def test_pass_equals_one_in_the_open(target: Any, shape: dict[str, Any], counts: list[int]) -> None:
     """Also later passes, and rounds that follow: a pass leaves nothing in the cache that anyone looks at."""
     head = editing_head(target, **shape)
-    features, tokens = texts(head, counts)
-    state, first = begun(head, features, tokens, counts)
+    seen = features, tokens, _ = text(head, counts, 1)
+    state, first = begun(head, seen)
     for seed in (3, 4):
         draft = torch.randint(VOCABULARY, first.logits.shape[:2], generator=torch.Generator().manual_seed(seed))
         again = head.refine(state, first, draft)
@@ -96,11 +89,11 @@ def test_pass_equals_one_in_the_open(target: Any, shape: dict[str, Any], counts:
             )
             torch.testing.assert_close(again.logits[row, 1:], plain, **CLOSE)
             assert not torch.allclose(again.logits[row, 1:], first.logits[row, 1:], atol=0.1)
-    more, following = texts(head, [2] * len(counts), seed=5)
-    later = head.propose(state, more, following, torch.full((len(counts),), 2))
+    more = text(head, [2] * len(counts), 5)
+    later = head.propose(state, *more)
     other = head.begin(len(counts), 4)
-    head.extend(other, features, tokens, torch.tensor(counts))
-    untouched = head.propose(other, more, following, torch.full((len(counts),), 2))
+    head.extend(other, *seen)
+    untouched = head.propose(other, *more)
     torch.testing.assert_close(later.logits, untouched.logits, **CLOSE)
 
 
@@ -108,8 +101,7 @@ def test_pass_equals_one_in_the_open(target: Any, shape: dict[str, Any], counts:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_untrained_editor_changes_nothing(target: Any, shape: dict[str, Any]) -> None:
     head = tiny_head(target, **shape).add_editor()
-    features, tokens = texts(head, [5])
-    state, first = begun(head, features, tokens, [5])
+    state, first = begun(head, text(head, [5], 1))
     again = head.refine(state, first, first.logits.argmax(-1))
     assert torch.equal(again.hidden, first.hidden)
     torch.testing.assert_close(again.logits, first.logits, **CLOSE)  # a product of fewer rows may round otherwise
@@ -119,8 +111,7 @@ def test_untrained_editor_changes_nothing(target: Any, shape: dict[str, Any]) ->
 @pytest.mark.parametrize("slots", [{}, {"mask_mode": "peagle", "mask_token_id": 1}], ids=["learned", "peagle"])
 def test_slots_without_a_token_stay_masked(target: Any, slots: dict[str, Any]) -> None:
     head = editing_head(target, **slots)
-    features, tokens = texts(head, [5])
-    state, first = begun(head, features, tokens, [5])
+    state, first = begun(head, text(head, [5], 1))
     again = head.refine(state, first, torch.full((1, head.draft_length), -1))
     states = head.editor(first.hidden[:, 1:], first.hidden[:, 1:])  # the pass over mask slots is the first one
     torch.testing.assert_close(again.hidden[:, 1:], states, **CLOSE)
@@ -130,15 +121,15 @@ def test_shorter_drafts(target: Any) -> None:
     """Causal: the first tokens of the longer draft. Bidirectional: the slots after stay masked."""
     for attention in ("causal", "bidirectional"):
         head = editing_head(target, block_attention=attention)
-        features, tokens = texts(head, [6])
+        seen = text(head, [6], 1)
         with torch.no_grad():
-            state, whole = begun(head, features, tokens, [6])
+            state, whole = begun(head, seen)
             draft = whole.logits.argmax(-1)
             if attention == "bidirectional":
                 draft[:, 2:] = -1
             longer = head.refine(state, whole, draft)
             short = head.begin(1, 4)
-            first = head.propose(short, features, tokens, torch.tensor([6]), 3)
+            first = head.propose(short, *seen, 3)
             shorter = head.refine(short, first, draft[:, :3])
         torch.testing.assert_close(shorter.logits, longer.logits[:, :3], **CLOSE)
 
@@ -212,8 +203,8 @@ def test_refusals(target: Any) -> None:
 def test_markov_scores_pairs_whatever_the_context(target: Any) -> None:
     """An untrained selector of either kind changes no score."""
     head = tiny_head(target)
-    features, tokens = texts(head, [5])
-    _, first = begun(head, features, tokens, [5])
+    seen = _, tokens, _ = text(head, [5], 1)
+    _, first = begun(head, seen)
     candidates = first.logits.topk(3).indices
     scores = first.logits.log_softmax(-1).gather(-1, candidates)
     for kind in ("bigram", "markov"):
