@@ -11,7 +11,6 @@ from support.tiny import prompts, tiny_head, tiny_target
 from hf_dart import LookupDrafter, TreeConfig, attach
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 
 
 @pytest.mark.parametrize("size", [1, 4])
