@@ -21,14 +21,6 @@ from hf_dart.drafters import compatibility
 from hf_dart.models.tokenizers import vocabulary_hash
 
 
-def test_tokenizers_are_compared(target: Any, tmp_path: Path) -> None:
-    tiny_head(target, tokenizer=letters("abcdefgh")).save_pretrained(tmp_path)
-    load = partial(DartHead.from_pretrained, str(tmp_path), target=target)
-    refused(lambda: load(tokenizer=letters("abcdefhg")), ValueError, "tokenizer")
-    head = load(tokenizer=letters("abcdefgh"))
-    assert_identical(target, head, prompts([7]), **GREEDY)
-
-
 def test_tokens_that_the_target_has_no_embeddings_of_make_no_other_vocabulary(target: Any, tmp_path: Path) -> None:
     alphabet = "".join(chr(256 + number) for number in range(VOCABULARY))
     plain, padded = letters(alphabet), letters(alphabet)
