@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def runs(given: list[str], text: Path, page: Path) -> None:
     short = ["--max-new-tokens", "6", "abcabc"]
     assert main(["generate", *given, "--stats", *short]) == 0
     assert main(["bench", *given, "--smoke", "--text", str(text), "--modes", "greedy", "--json", f"{page}.json"]) == 0
+    assert json.loads(Path(f"{page}.json").read_text())["text"] == text.name
     assert main(["audit", *given, "--new-tokens", "6", "abcdabc"]) == 0
     assert main(["view", *given, *short, "--output", str(page)]) == 0
     assert "<html" in page.read_text()
