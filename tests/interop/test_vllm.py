@@ -23,6 +23,7 @@ from support.tiny import prompts, tiny_target
 from support.tries import trie_file
 from support.users import letters
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead
 from hf_dart.cli import main
@@ -146,21 +147,13 @@ def test_a_head_keeps_its_dtype(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_to_vllm(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_to_vllm_adapters_are_merged(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(saved / "target")
     options = ("--to", "vllm", "--target", saved / "target", "--verifier", "me/target")
-    assert converted(saved / "peagle", tmp_path / "yes", *options) == 0
+    assert converted(saved / "adapter", tmp_path / "merged", *options) == 0
     said = capsys.readouterr().out
     assert "vllm serve me/target --speculative-config" in said
     assert json.loads(said.split("'")[1])["num_speculative_tokens"] == 5
-
-
-@torch.no_grad()
-def test_adapters_are_merged(saved: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(saved / "target")
-    options = ("--to", "vllm", "--target", saved / "target")
-    assert converted(saved / "adapter", tmp_path / "merged", *options) == 0
     adapted = DartHead.from_pretrained(str(saved / "adapter"), target=model)
     with pytest.raises(ValueError, match="merge_adapter"):
         write_vllm(adapted, tmp_path / "no", target=model, verifier="x")
