@@ -13,10 +13,10 @@ import pytest
 import torch
 from support.chats import chat_tokenizer
 from support.sentences import refused
-from support.tiny_training import write_json_lines, write_rows
-from transformers import AutoModelForCausalLM, AutoTokenizer, default_data_collator
+from support.tiny_training import tiny_head, tiny_target, write_json_lines, write_rows
+from transformers import AutoTokenizer, default_data_collator
 
-from hf_dart import DartConfig, DartHead
+from hf_dart import DartConfig
 from hf_dart.hub.loading import PACKAGED_TARGET
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.training import DartTrainer, DataArguments, PackedTokens, load_rows
@@ -236,8 +236,8 @@ ROWS: dict[str, dict[str, list[Any]]] = {
 @pytest.mark.parametrize("kind", ROWS)
 def test_they_are_packed_inside(kind: str, tmp_path: Path) -> None:
     tokenizer, documents = chat_tokenizer(), datasets.Dataset.from_dict(ROWS[kind])
-    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
-    head = DartHead.from_target(target, draft_length=3, tokenizer=tokenizer)
+    target = tiny_target(vocab_size=len(tokenizer))
+    head = tiny_head(target, draft_length=3, tokenizer=tokenizer)
     options: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "anchors_per_row": 4, "save_strategy": "no"}
     options |= {"report_to": "none", "eval_strategy": "steps", "eval_steps": 2, "disable_tqdm": True}
     settings = DartTrainer.training_arguments(str(tmp_path / "run"), **options)
