@@ -38,8 +38,8 @@ HEADS += ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",)
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
 
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE)
+def blocks(page: Path, kind: str = "python") -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```$", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE)
 
 
 def run(code: str, names: dict[str, Any], folder: Path) -> None:
@@ -106,8 +106,7 @@ NOT_RUN = {
 
 def commands(page: Path) -> list[str]:
     """The lines of a page's shell blocks."""
-    found = re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE)
-    return [line for block in found for line in block.splitlines() if line]
+    return [line for block in blocks(page, "sh") for line in block.splitlines() if line]
 
 
 LINES = [(page.name, line) for page in PAGES if page.name != "CONTRIBUTING.md" for line in commands(page)]
@@ -161,9 +160,7 @@ def test_commands_that_do_not_run_are_still_there() -> None:
 
 
 def test_recipes(tmp_path: Path) -> None:
-    (recipe,) = re.findall(
-        r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "training.md").read_text(), re.DOTALL | re.MULTILINE
-    )
+    (recipe,) = blocks(ROOT / "docs" / "training.md", "yaml")
     (tmp_path / "recipe.yaml").write_text(recipe.replace("bf16: true", "bf16: false\nuse_cpu: true"))
     assert read_recipe([str(tmp_path / "recipe.yaml")]).training.max_steps == 20000
 
@@ -216,7 +213,7 @@ def test_drafters(names: dict[str, Any], tmp_path: Path) -> None:
 
 def test_what_is_no_code_has_gaps() -> None:
     for page in PAGES:
-        for block in re.findall(r"^```text\n(.*?)^```$", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE):
+        for block in blocks(page, "text"):
             assert "..." in block or page.name == "CONTRIBUTING.md", f"{page.name}: {block}"
 
 
