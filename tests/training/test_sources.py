@@ -198,7 +198,7 @@ def test_another_tokenizer_than_the_heads_and_arguments_out_of_range(tmp_path: P
     config.tokenizer_hash = "0" * 16
     with pytest.raises(ValueError, match="The tokenizer is not the one that the head was made with"):
         load_rows(arguments_for(tmp_path, source), tokenizer, DRAFT, config)
-    for wrong in ({"train_data": []}, {"train_on": "user"}, {"max_length": 1}, {"shares": [0.5, 0.5]}):
+    for wrong in ({"train_data": []}, {"train_on": "user"}, {"max_length": 1}, {"shares": [0.5, 0.5]}, {"shares": [0]}):
         refused(partial(DataArguments, **{"train_data": ["a.jsonl"], **wrong}), ValueError, next(iter(wrong)))
 
 
@@ -241,12 +241,15 @@ def test_they_are_packed_inside(kind: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "anchors_per_row": 4, "save_strategy": "no"}
     options |= {"report_to": "none", "eval_strategy": "steps", "eval_steps": 2, "disable_tqdm": True}
     settings = DartTrainer.training_arguments(str(tmp_path / "run"), **options)
-    given = {"train_dataset": documents, "eval_dataset": documents, "processing_class": tokenizer, "max_length": 64}
+    held_out = {"one": documents, "other": documents.take(4)} if kind == "text" else documents
+    given = {"train_dataset": documents, "eval_dataset": held_out, "processing_class": tokenizer, "max_length": 64}
     trainer = DartTrainer(head, target, settings, **given)
     trainer.train()
     logs = trainer.state.log_history
     assert {"loss", "agreement_1", "agreement_3"} <= logs[0].keys()
-    assert "eval_tau" in logs[-2] or "eval_tau" in logs[-1]
+    taus = {f"eval_{name}_tau" for name in held_out} if kind == "text" else {"eval_tau"}
+    assert taus <= {name for log in logs for name in log}
+    assert trainer.evaluate(documents)["eval_tau"] >= 1
     assert (head.config.chat_template_hash is not None) == (kind in ("messages", "conversations"))
 
     file = write_json_lines(tmp_path / "rows.jsonl", documents)

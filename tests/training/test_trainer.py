@@ -71,8 +71,12 @@ def test_what_is_taken_from_other_trainers(tmp_path: Path) -> None:
     plain = TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(TypeError, match="takes DartTrainingArguments, not TrainingArguments"):
         DartTrainer(tiny_head(target), target, plain, train_dataset=ROWS)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"train_dataset is a list .*from_list"):
+    with pytest.raises(TypeError, match=r"is a list of documents.*from_list"):
         trainer_on(tmp_path, [{"text": "a"}])
+    for kind in (DartTrainer, EagleTrainer, DiffusionTrainer):
+        settings = kind.training_arguments(str(tmp_path), use_cpu=True)
+        swapped: Any = partial(kind, target, tiny_head(target), settings)
+        refused(swapped, TypeError, f"trains a {kind.drafter_class.__name__}, not a Qwen3ForCausalLM; give that")
 
 
 def test_runs_that_stop(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
+from math import inf
 from typing import Any
 
 from hf_dart import __version__
@@ -69,6 +70,8 @@ class DataArguments:
         check_fields(self, least=least, choices={"train_on": ("assistant", "all")})
         if self.shares is not None and len(self.shares) != (sources := len(self.train_data)):
             raise ValueError(f"shares has {len(self.shares)} numbers for {sources} sources; give one for each.")
+        if self.shares is not None and not all(0 < share < inf for share in self.shares):
+            raise ValueError(f"shares are {self.shares}; give numbers above 0.")
         if self.shares is None and self.streaming and len(group_files(self.train_data)) > 1:
             raise ValueError("Streams of several sources are mixed; give shares, one number for each.")
 

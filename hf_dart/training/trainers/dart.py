@@ -25,10 +25,12 @@ class DartTrainer(DrafterTrainer[DartHead]):
     """Trainer of a [`DartHead`], which learns to draft for its target; arguments and errors as [`DrafterTrainer`]'s."""
 
     drafter_arguments: ClassVar[tuple[type, ...]] = (HeadArguments, LoraArguments)
+    drafter_class = DartHead
     training_arguments = DartTrainingArguments
     takes_images = True
 
     def __init__(self, head: DartHead, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any) -> None:
+        self.check_drafter(head)
         if getattr(args, "selector_only", False):
             if head.selector is None:
                 raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")

@@ -65,12 +65,14 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
     and a drafter with embeddings of its own raises a `ValueError`.
     """
 
+    drafter_class = DiffusionDrafter
     drafter_arguments = (DiffusionArguments,)
     training_arguments = DiffusionTrainingArguments
 
     def __init__(
         self, drafter: DiffusionDrafter, target: PreTrainedModel, args: DiffusionTrainingArguments, **kwargs: Any
     ) -> None:
+        self.check_drafter(drafter)
         if not drafter.config.share_embeddings:
             raise ValueError("A drafter that is trained has the target's embeddings; give share_embeddings=True.")
         super().__init__(drafter, target, args, **kwargs)

@@ -36,6 +36,7 @@ class EagleTrainer(DrafterTrainer[EagleDrafter]):
     Arguments and errors are those of [`DrafterTrainer`].
     """
 
+    drafter_class = EagleDrafter
     drafter_arguments = (EagleArguments,)
     training_arguments = EagleTrainingArguments
     takes_images = True

@@ -57,6 +57,7 @@ class EditTrainer(DartTrainer):
     training_arguments = EditTrainingArguments
 
     def __init__(self, head: DartHead, target: PreTrainedModel, args: EditTrainingArguments, **kwargs: Any) -> None:
+        self.check_drafter(head)
         if head.adapted and not isinstance(head.editor, ModulesToSaveWrapper):
             raise ValueError("An adapter would be saved without the editor; merge it into its head first.")
         if head.editor is None:

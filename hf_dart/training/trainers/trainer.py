@@ -10,6 +10,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -66,6 +67,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             process has several GPUs.
     """
 
+    drafter_class: ClassVar[type[TrainedDrafter]]
+    """The kind of drafter that it trains."""
     drafter_arguments: ClassVar[tuple[type, ...]] = (DrafterArguments,)
     """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
     training_arguments: ClassVar[type[DrafterTrainingArguments]] = DrafterTrainingArguments
@@ -90,6 +93,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         if not isinstance(args, self.training_arguments):
             wanted, given = self.training_arguments.__name__, type(args).__name__
             raise TypeError(f"{type(self).__name__} takes {wanted}, not {given}; give {wanted}(output_dir, ...).")
+        self.check_drafter(drafter)
         drafter.bind(target)
         if drafter.lm_head is not None and any(weight.requires_grad for weight in drafter.lm_head.parameters()):
             if args.loss_chunk:
@@ -104,13 +108,15 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             remedy = "start one per GPU by accelerate, or load the target with device_map='auto'"
             raise ValueError(f"One process sees {args.n_gpu} GPUs; {remedy}.")
         kwargs.setdefault("data_collator", collate)
+        self._pack = partial(
+            pack_dataset,
+            tokenizer=processing_class,
+            draft_length=drafter.draft_length,
+            max_length=max_length,
+            config=drafter.config,
+        )
         for name in ("train_dataset", "eval_dataset"):
-            data = kwargs.get(name)
-            if isinstance(data, list) and data and "documents" not in data[0]:
-                raise TypeError(f"{name} is a list of documents; give datasets.Dataset.from_list(rows).")
-            columns = getattr(data, "column_names", None)  # of `datasets`
-            if columns is not None and "documents" not in columns:
-                kwargs[name] = pack_dataset(data, processing_class, drafter.draft_length, max_length, drafter.config)
+            kwargs[name] = self._packed(kwargs.get(name))
         super().__init__(model=drafter, args=args, compute_metrics=self._figures, **kwargs)
         if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("Muon needs whole matrices, which FSDP and DeepSpeed split; leave muon_learning_rate out.")
@@ -132,6 +138,25 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             self.add_callback(evaluation.DecodingCallback(self, prompts, tree_config=tree))
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
+
+    @classmethod
+    def check_drafter(cls, drafter: Any) -> None:
+        """Raise a `TypeError` for anything but a drafter of the kind that is trained here."""
+        if not isinstance(drafter, cls.drafter_class):
+            wanted, given = cls.drafter_class.__name__, type(drafter).__name__
+            raise TypeError(f"{cls.__name__} trains a {wanted}, not a {given}; give that, then its target.")
+
+    def _packed(self, data: Any) -> Any:
+        """Pack the documents of data sets; packed rows, and the names of sets to evaluate, stay as they are."""
+        if isinstance(data, dict):
+            return {name: self._packed(one) for name, one in data.items()}
+        if isinstance(data, list) and data and "documents" not in data[0]:
+            raise TypeError("The data set is a list of documents; give datasets.Dataset.from_list(rows).")
+        columns = getattr(data, "column_names", None)  # of `datasets`
+        return data if columns is None or "documents" in columns else self._pack(data)
+
+    def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
+        return super().evaluate(self._packed(eval_dataset), *args, **kwargs)
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer of `optim`, for the matrices Muon if `muon_learning_rate` is given."""
