@@ -163,13 +163,14 @@ class SuffixStore:
         """Write all namespaces to one safetensors file, which `load` reads. It holds the texts as they are.
 
         Args:
-            path: of the file, which appears at once and whole.
+            path: of the file, which appears at once and whole; its folder is made.
             tokenizer: of the target; `load` compares its vocabulary.
 
         Raises:
             OSError: it cannot be written.
         """
-        path = Path(path)
+        path = Path(path).expanduser().resolve()
+        path.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
             index, names = self._index, self.names
             places = np.arange(max(index.end - index.capacity, 1), index.end)
@@ -190,7 +191,7 @@ class SuffixStore:
                 "vocab_size": str(self._vocab_size),
                 "names": json.dumps(names),
             }
-        with tempfile.TemporaryDirectory(dir=path.resolve().parent) as scratch:
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             save_file(arrays, Path(scratch, path.name), metadata)
             Path(scratch, path.name).replace(path)
 
@@ -206,7 +207,7 @@ class SuffixStore:
         Raises:
             ValueError: it is no such file, a damaged one, or one of another tokenizer.
         """
-        store, path = cls(most_bytes), Path(path)
+        store, path = cls(most_bytes), Path(path).expanduser()
         if not path.is_file():
             raise ValueError(f"There is no file {path}; SuffixStore.save writes one.")
         try:
