@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write, for train_data")
     parser.add_argument("--batch-size", type=positive, default=32, help="rows at a time (default: %(default)s)")
     parser.add_argument("--rows", type=positive, help="write the first so many alone (default: all)")
-    parser.add_argument("--minutes", type=float, default=inf, help="begin no row after that")
+    parser.add_argument("--minutes", type=common.minutes, default=inf, help="begin no row after that")
     part = "write part I of N of the rows, 1/N to N/N (default: all, or under `accelerate launch` that of the process)"
     parser.add_argument("--shard", type=shard, metavar="I/N", help=part)
     parser.set_defaults(command=_run)
@@ -125,5 +125,6 @@ def _run(arguments: argparse.Namespace) -> int:
             if rows == 1 or now - said >= _EVERY:
                 said, speed = now, tokens / (now - began)
                 common.say(f"shard {part} of {parts}: {rows} rows, {tokens:,} tokens, {speed:.1f} a second")
-        common.say(f"shard {part} of {parts}: all {rows} rows that were left are in {arguments.output}")
+        left = "the same command writes what is left"
+        common.say(f"shard {part} of {parts}: {rows} rows are in {arguments.output}; {left}")
     return 0

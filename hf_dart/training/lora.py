@@ -29,6 +29,8 @@ def apply_lora(head: TrainedDrafter, arguments: LoraArguments) -> TrainedDrafter
     rank = arguments.lora_rank
     if rank is None:
         return head
+    if head.adapted:
+        raise ValueError("The head has an adapter; leave lora_rank out to train that one, or merge it into the head.")
     lora = LoraConfig(
         r=rank,
         lora_alpha=2 * rank if arguments.lora_alpha is None else arguments.lora_alpha,
