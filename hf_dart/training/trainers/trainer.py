@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -67,7 +68,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             process has several GPUs.
     """
 
-    drafter_class: ClassVar[type[TrainedDrafter]]
+    drafter_class: ClassVar[type[TrainedDrafter]] = TrainedDrafter
     """The kind of drafter that it trains."""
     drafter_arguments: ClassVar[tuple[type, ...]] = (DrafterArguments,)
     """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
@@ -132,7 +133,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         if args.decode_prompts:
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
-            prompts = evaluation.first_prompts(self.eval_dataset, args.decode_prompts, args.decode_prompt_tokens)
+            held_out = self.eval_dataset
+            rows = chain.from_iterable(held_out.values()) if isinstance(held_out, dict) else held_out
+            prompts = evaluation.first_prompts(rows, args.decode_prompts, args.decode_prompt_tokens)
             # Copied text would hide what the drafter knows; trees of a given size are drafted in every round.
             tree = replace(drafter.tree_config, lookup=0, nodes=drafter.tree_config.nodes or _DECODED_NODES)
             self.add_callback(evaluation.DecodingCallback(self, prompts, tree_config=tree))
