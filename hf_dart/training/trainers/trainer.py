@@ -68,7 +68,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             process has several GPUs.
     """
 
-    drafter_class: ClassVar[type[TrainedDrafter]] = TrainedDrafter
+    drafter_class: ClassVar[type] = TrainedDrafter
     """The kind of drafter that it trains."""
     drafter_arguments: ClassVar[tuple[type, ...]] = (DrafterArguments,)
     """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
