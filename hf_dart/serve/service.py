@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from hf_dart.decoding.api import requested
 from hf_dart.decoding.suffix_store import SuffixStore
+from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import UserError, sentence
 from hf_dart.models.tokenizers import end_tokens
 from hf_dart.serve.batcher import MAX_TOKENS, Batcher
-from hf_dart.serve.handle import Handle
 from hf_dart.serve.metrics import Metrics
 from hf_dart.serve.parameters import Asked, CompletionAsked
 from hf_dart.serve.refusal import Refusal
@@ -62,8 +62,9 @@ class Service:
         self.model, self.tokenizer, self.names, self.limits = model, tokenizer, [*names], limits
         self.taken = 0  # texts that are being written or wait
         self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.max_tokens)
+        token = torch.ones(1, 1, dtype=torch.long, device=self.batcher.device)
         try:
-            self.submit(torch.zeros(1, 1, dtype=torch.long), max_new_tokens=1).cancel()
+            requested(unwrapped(model), token, attention_mask=token, assistant=drafter, tokenizer=tokenizer)
         except ValueError as error:
             about = "No request can be answered with the target's generation_config; change it there"
             raise UserError(f"{about}: {sentence(error)}") from error
@@ -84,11 +85,6 @@ class Service:
     def room(self) -> int:
         """Number of texts that may be written or wait."""
         return self.limits.seats + self.limits.waiting
-
-    def submit(self, ids: Tensor, **options: Any) -> Handle:
-        """Ask for the text after a prompt [1, P]; see `Batcher.submit`."""
-        ids = ids.to(self.batcher.device)
-        return self.batcher.submit(ids, attention_mask=torch.ones_like(ids), tokenizer=self.tokenizer, **options)
 
     def close(self) -> None:
         self.reader.shutdown(wait=False)

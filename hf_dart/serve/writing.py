@@ -66,9 +66,11 @@ class _Text(Observer):
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
         self._detokenizer = Detokenizer(service.tokenizer, asked.stop, special=bool(asked.functions))
         self._reader = Reader(asked, service.tokenizer, service.model, ids)
-        self.tokens, self.end, self._last, self._most = 0, "", "length", options["max_new_tokens"]
+        self.tokens, self.end, self._most = 0, "", options["max_new_tokens"]
+        given = torch.tensor([ids], device=service.batcher.device)
+        options |= {"attention_mask": torch.ones_like(given), "tokenizer": service.tokenizer}
         observers = () if asked.top is None else (self,)
-        self.handle = service.submit(torch.tensor([ids]), seed=seed, observers=observers, **options)
+        self.handle = service.batcher.submit(given, seed=seed, observers=observers, **options)
 
     def verified(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
         """See `hf_dart.decoding.session.Observer`."""
@@ -89,9 +91,7 @@ class _Text(Observer):
         for token in self.handle.tokens[first:]:
             self.tokens += 1
             self._service.metrics.written.inc()
-            if token in self._service.ends:
-                self._last = "stop"
-            else:
+            if token not in self._service.ends:
                 said |= self._read(self._detokenizer.add(token))
             if self._detokenizer.stopped or self._reader.full:
                 self.end = "stop"
@@ -99,7 +99,8 @@ class _Text(Observer):
                 break
         if done and not self.end:
             self.handle.result()
-            self.end = self._last if self.tokens == self._most else "stop"
+            full = self.tokens == self._most and self.handle.tokens[-1] not in self._service.ends
+            self.end = "length" if full else "stop"
         if self.end:
             said |= self._read(self._detokenizer.end(), last=True)
         end = "tool_calls" if self.end == "stop" and self._reader.calls else self.end
