@@ -60,6 +60,8 @@ class DrafterConfig(PreTrainedConfig):
     former_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that files of earlier versions have and this config has not."""
 
+    attention_bias = output_bias = mlp_bias = qk_norm = False  # no fields but of a `HeadConfig`
+
     draft_length: int = 8
     feature_layers: list[int] | tuple[int, ...] = (2, 4, 6)
     hidden_size: int = 256

@@ -105,14 +105,12 @@ class DartLayer(nn.Module):
 
     def __init__(self, config: DrafterConfig, *, pairs: bool, normed: bool) -> None:
         super().__init__()
-        # Those of a `HeadConfig`; layers of other drafters have plain projections.
-        optional = ("attention_bias", "output_bias", "qk_norm", "mlp_bias")
-        bias, output_bias, qk_norm, mlp_bias = (getattr(config, name, False) for name in optional)
         width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
         self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if normed else nn.Identity()
-        self.self_attn = DartAttention(config, width, bias=bias, output_bias=output_bias, qk_norm=qk_norm)
+        attention = {"bias": config.attention_bias, "output_bias": config.output_bias, "qk_norm": config.qk_norm}
+        self.self_attn = DartAttention(config, width, **attention)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = DartMLP(config, bias=mlp_bias)
+        self.mlp = DartMLP(config, bias=config.mlp_bias)
 
     def forward(
         self,
