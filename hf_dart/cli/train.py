@@ -30,7 +30,7 @@ def _run(arguments: argparse.Namespace) -> int:
         options = recipe.read_recipe(arguments.options)
         check_folder(Path(options.training.output_dir))
         final, metrics = run(options, say)
-    except (ValueError, OSError, FloatingPointError, KeyError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         raise UserError(sentence(error)) from error
     except ImportError as error:
         lacks = sentence(error).rstrip(".")
