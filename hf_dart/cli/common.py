@@ -35,7 +35,7 @@ seed = checked(int, lambda number: 0 <= number < 2**32, f"a whole number from 0 
 temperature = checked(
     float, lambda number: number == 0 or LEAST_TEMPERATURE <= number < inf, f"0, or {LEAST_TEMPERATURE:g} or more"
 )
-minutes = checked(float, lambda number: number > 0, "a number above 0")
+above_zero = checked(float, lambda number: number > 0, "a number above 0")
 json_object = checked(
     json.loads, lambda found: isinstance(found, dict), """a JSON object, such as '{"load_in_4bit": true}'"""
 )

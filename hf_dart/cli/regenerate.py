@@ -48,7 +48,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write, for train_data")
     parser.add_argument("--batch-size", type=positive, default=32, help="rows at a time (default: %(default)s)")
     parser.add_argument("--rows", type=positive, help="write the first so many alone (default: all)")
-    parser.add_argument("--minutes", type=common.minutes, default=inf, help="begin no row after that")
+    parser.add_argument("--minutes", type=common.above_zero, default=inf, help="begin no row after that")
     part = "write part I of N of the rows, 1/N to N/N (default: all, or under `accelerate launch` that of the process)"
     parser.add_argument("--shard", type=shard, metavar="I/N", help=part)
     parser.set_defaults(command=_run)

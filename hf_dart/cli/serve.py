@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
     parser.add_argument("--api-key", metavar="KEY", help=f"that requests have to bring (default: ${_KEY}, else none)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="for chat, in place of the tokenizer's own")
-    positive, seconds = common.positive, common.checked(float, lambda value: value > 0, "a number above 0")
+    positive, seconds = common.positive, common.above_zero
     size = common.checked(int, lambda value: value >= 0, "a whole number of 0 or more")
     for name, kind, default, unit, about in (
         ("--seats", positive, 16, None, "texts that are written at a time"),
