@@ -193,6 +193,8 @@ def test_an_adapter_is_trained_alone_and_resumes(tmp_path: Path, trained: bool) 
 
     whole, first = trainer_of(tmp_path / "run", head), tmp_path / "run" / "checkpoint-1"
     before = copies(whole.drafter)
+    with pytest.raises(ValueError, match="leave lora_rank out to train that one"):
+        apply_lora(whole.drafter, LoraArguments(lora_rank=2))
     whole.train()
     after, moved = whole.drafter.state_dict(), changed(whole.drafter, before)
     assert moved
