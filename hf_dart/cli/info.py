@@ -1,4 +1,4 @@
-"""`hf-dart info`: what is known of a target, what fits it, and what is recommended."""
+"""`hf-dart info`: what is known of a target, what fits it, and what is recommended; or what a drafter is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_dart.hub.loading import target_path
 
 def add(commands: Any) -> None:
     parser = commands.add_parser("info", help="which published drafters a model has, and which one is recommended")
-    parser.add_argument("model", help="the target: a folder or a Hub id, of which config.json alone is read")
+    parser.add_argument("model", help="a target or a drafter: a folder or a Hub id, of which config.json alone is read")
     parser.set_defaults(command=_run)
 
 
@@ -19,12 +19,21 @@ def _run(arguments: argparse.Namespace) -> int:
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
+    from hf_dart.drafters.registry import registered
+    from hf_dart.hub.download import optional_json
+    from hf_dart.hub.kinds import kind_of
     from hf_dart.hub.known_drafters import published_drafters, published_table
     from hf_dart.interop.mtp_module import FIELDS
     from hf_dart.models.support import refuse_target
 
     path = target_path(arguments.model)
+    registered()
     with as_user_error(OSError, ValueError, about=f"Cannot read the config of {path!r}"):
+        content = optional_json(path, "config.json") or {}
+        if kind := kind_of(content.get("model_type")):
+            print(f"{path}: {kind.called} for {content.get('target_name') or 'a target that it does not name'}")
+            print(f"load it: load_drafter({path!r}, target=model)")
+            return 0
         config = AutoConfig.from_pretrained(path)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{path!r} is a {config.model_type}, no causal language model, which drafts are for.")

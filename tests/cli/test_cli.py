@@ -185,6 +185,8 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     assert "published: nothing that is known here" in told
     assert f"hf-dart train --target {tmp_path / 'llama'} --train_data" in told
+    assert main(["info", str(PACKAGED_HEAD)]) == 0
+    assert f"{PACKAGED_HEAD}: a DART head for py8m\n" in capsys.readouterr().out
     T5Config(num_layers=2).save_pretrained(tmp_path)
     for folder, says in ((tmp_path, "is a t5, no causal language"), (tmp_path / "none", "Cannot read the config")):
         assert_command_says(["info", str(folder)], says, capsys)
