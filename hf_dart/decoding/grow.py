@@ -36,7 +36,7 @@ from hf_dart.trees.scores import Candidates, DraftScores
 from hf_dart.trees.tree import DraftTree
 from hf_dart.trees.vocabulary import columns_of
 
-# The nucleus is searched among this many tokens; if it is wider, all are kept.
+# The nucleus is searched among this many tokens.
 _NUCLEUS = 64
 
 Drafting = Callable[[], AbstractContextManager[None]]
@@ -244,10 +244,10 @@ class Ranker:
         self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Candidates [B, d, K], best first, and their scores [B, d, K], by what `scores` takes."""
-        logits = self._perturbed(logits, gumbel, seen)
-        best, tokens = logits.topk(min(self._top_k, logits.shape[-1]))
-        tokens = tokens if vocabulary is None else vocabulary[tokens]
-        return tokens, best - logits.logsumexp(-1, keepdim=True)
+        scores, columns = self._scores(logits, gumbel, seen)
+        best, tokens = scores.topk(min(self._top_k, scores.shape[-1]))
+        tokens = tokens if columns is None else columns.gather(-1, tokens)
+        return tokens if vocabulary is None else vocabulary[tokens], best
 
     def scores(self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None) -> Tensor:
         """Log-scores of all tokens, by a drafter's logits [B, d, V], or [B, d, M] of the tokens of its vocabulary.
@@ -255,7 +255,8 @@ class Ranker:
         A repetition penalty applies to tokens that were `seen` [B, V or M]. With the noise `gumbel` [B, d, V or M] of
         the target, a score is how sure the coupled draft is that the target will draw this very token.
         """
-        return self._perturbed(logits, gumbel, seen).log_softmax(-1)
+        scores, columns = self._scores(logits, gumbel, seen)
+        return scores if columns is None else scores.new_full(logits.shape, -inf).scatter(-1, columns, scores)
 
     def best(self, *scores: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, list[Tensor]]:
         """Return candidates [B, d, K] of several drafts, those that score best in any, and their `scores` in each."""
@@ -264,29 +265,30 @@ class Ranker:
         tokens = columns if vocabulary is None else vocabulary[columns]
         return tokens, [each.gather(-1, columns) for each in scores]
 
-    def _perturbed(self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None) -> Tensor:
-        logits = logits.float()
+    def _scores(self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Log-scores [B, d, W] of the tokens that may be drawn, and their columns [B, d, W]; None for all."""
+        logits, columns = logits.float(), None
         if seen is not None:
             penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
             logits = torch.where(seen[:, None], penalised, logits)
         if gumbel is not None:
-            logits = self._warp(logits) + gumbel.to(logits.device)
-        return logits
+            logits, columns = self._warp(logits)
+            noise = gumbel.to(logits.device)
+            logits = logits + (noise if columns is None else torch.take_along_dim(noise, columns, -1))
+        return logits.log_softmax(-1), columns
 
-    def _warp(self, logits: Tensor) -> Tensor:
+    def _warp(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Logits [B, d, W] of the tokens that the call's filters keep, the others -inf, and their columns, or None."""
         if self._temperature != 1.0:
             logits = logits / self._temperature
         if self._top_p == 1.0 and not self._limit:
-            return logits
-        width = min(_NUCLEUS, logits.shape[-1])
-        best = logits.topk(min(self._limit or width, width)).values
-        if self._top_p == 1.0:
-            return logits.masked_fill(logits < best[..., -1:], -inf)
-        before = (best - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1).roll(1, -1)
-        before[..., 0] = 0
-        # The nucleus holds every token before which less than top_p of the mass lies.
-        floor = best.masked_fill(before >= self._top_p, inf).amin(-1, keepdim=True)
-        return logits.masked_fill(logits < floor, -inf)
+            return logits, None
+        best, columns = logits.topk(min(self._limit or _NUCLEUS, logits.shape[-1]))
+        if self._top_p < 1.0:
+            chances = best.softmax(-1) if self._limit else logits.softmax(-1).gather(-1, columns)
+            # The nucleus holds every token before which less than top_p of the mass lies.
+            best = best.masked_fill(chances.cumsum(-1) - chances >= self._top_p, -inf)
+        return best, columns
 
 
 class SeenTokens:

@@ -8,7 +8,13 @@ from math import log
 import pytest
 import torch
 from support.trees import paths
-from transformers import LogitsProcessorList, TopKLogitsWarper
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.grow import Ranker, SeenTokens, TreeGrower
@@ -81,9 +87,26 @@ def test_trees_of_copies_have_the_size_that_pays(seed: int) -> None:
     assert tree.size > 1 or seed % 4  # copies of few tokens, and cheap nodes
 
 
-def test_top_k_alone_keeps_its_tokens() -> None:
-    """However sure the draft is of one token, the noise may choose another of the k."""
-    logits = torch.tensor([[[1000.0, 0.0, -1.0, -2.0]]])
-    tokens, scores = Ranker(LogitsProcessorList([TopKLogitsWarper(3)]), 4)(logits, torch.zeros(1, 1, 4), None)
-    assert tokens[0, 0, :3].tolist() == [0, 1, 2]
-    assert torch.isfinite(scores[0, 0]).tolist() == [True, True, True, False]
+FILTERS = {
+    "none": [],
+    "top-k": [TopKLogitsWarper(5)],
+    "top-p": [TopPLogitsWarper(0.6)],
+    "both": [TemperatureLogitsWarper(0.7), TopKLogitsWarper(8), TopPLogitsWarper(0.7)],
+}
+
+
+@pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
+@pytest.mark.parametrize("spread", [1.0, 1000.0], ids=["open", "sure"])
+def test_candidates_are_ranked_behind_stocks_filters(filters: list[LogitsProcessor], spread: float) -> None:
+    """However sure the draft is of one token, the noise may choose another of those that are kept."""
+    generator = torch.Generator().manual_seed(0)
+    logits, uniform = spread * torch.randn(2, 3, 48, generator=generator), torch.rand(2, 3, 48, generator=generator)
+    gumbel, ranker = -(-uniform.log()).log(), Ranker(LogitsProcessorList(filters), 6)
+    kept = [LogitsProcessorList(filters)(torch.empty(2, 0).long(), each) for each in logits.unbind(1)]
+    wanted = (torch.stack(kept, dim=1) + gumbel).log_softmax(-1)
+    torch.testing.assert_close(ranker.scores(logits, gumbel, None), wanted)
+    tokens, scores = ranker(logits, gumbel, None)
+    best = wanted.topk(scores.shape[-1])
+    torch.testing.assert_close(scores, best.values)
+    assert torch.equal(tokens[scores.isfinite()], best.indices[scores.isfinite()])
+    assert (wanted.isfinite().sum(-1) <= scores.shape[-1]).all() or scores.shape[-1] == 6
