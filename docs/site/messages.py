@@ -21,6 +21,7 @@ ROOMS = {
     "Targets": ("models",),
     "Drafters, heads and adapters": ("drafters",),
     "Many requests at once": ("serve",),
+    "Learning": ("learning",),
     "Compiled rounds": ("engine",),
     "Trees and n-gram tables": ("trees",),
     "Files of other projects": ("interop",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from messages import PAGE, by_room, messages, with_list
+from messages import PAGE, ROOMS, ROOT, by_room, messages, with_list
 from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import detach
@@ -17,6 +17,10 @@ SYMPTOMS = {"Slower than without drafts, and no error", "The text differs from s
 
 def test_every_error_is_on_the_page() -> None:
     assert with_list(TEXT) == TEXT, "run python docs/site/messages.py, which writes the list again"
+    listed = {room for rooms in ROOMS.values() for room in rooms}
+    for file in (ROOT / "hf_dart").rglob("*.py"):
+        room = file.relative_to(ROOT / "hf_dart").parts[0]
+        assert room in listed or not [*messages(file.read_text(encoding="utf8"))], room
 
 
 def test_a_new_error_is_found() -> None:

@@ -1,6 +1,6 @@
 """A thousand requests, half of them with faults: no 500, none lost, each text as alone, memory within a bound.
 
-As a program it prints what there was: `python tests/serve/test_load.py --requests 1000`.
+As a program it prints what there was: `PYTHONPATH=tests python tests/serve/test_load.py --requests 1000`.
 """
 
 from __future__ import annotations

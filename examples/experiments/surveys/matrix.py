@@ -140,7 +140,7 @@ def table() -> Iterator[str]:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, CPU"
     yield "# Families against stock `generate`"
     yield ""
-    yield f"Printed by `python examples/experiments/surveys/matrix.py` ({versions})."
+    yield f"Printed by `PYTHONPATH=tests:examples/experiments python examples/experiments/surveys/matrix.py` ({versions})."
     yield "A cell counts runs whose tokens, and the generator after them, equal stock's:"
     yield f"{' and '.join(RUN)}, each with a random head and with a drafter that is mostly right, {TOKENS} tokens;"
     yield "in float64 without tolerance unless a column says fp32. The last column is the mean over the runs of τ,"
