@@ -18,7 +18,7 @@ _UNTOLD = {"AttributeError", "NotImplementedError", "argparse.ArgumentTypeError"
 # A heading for each room, in the order of the page.
 ROOMS = {
     "Calls of generate": ("decoding", "errors.py"),
-    "Targets": ("models",),
+    "Targets": ("models", "cache"),
     "Drafters, heads and adapters": ("drafters",),
     "Many requests at once": ("serve",),
     "Learning": ("learning",),
