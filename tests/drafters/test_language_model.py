@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ def test_what_is_refused(llama: tuple[Any, LanguageModelDrafter], tmp_path: Path
     other_order = {"tokenizer": letters("abcdefhg")}
     refused(lambda: LanguageModelDrafter(loaded.model, target, **other_order), ValueError, "other tokens or ids")
     recurrent = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1))
-    refused(lambda: LanguageModelDrafter(recurrent.double(), target), ValueError, "language model of attention layers")
+    for stateful in (recurrent.double(), tiny_target("falcon_h1")):
+        refused(partial(LanguageModelDrafter, stateful, target), ValueError, "language model of attention layers")
     for wrong in ({"draft_length": 0}, {"beam": 0}):
         refused(lambda wrong=wrong: LanguageModelDrafter(small, target, **wrong), ValueError, "give 1 to")
     refused(lambda: load_drafter(str(tmp_path)), ValueError, "pass target=model")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_dart.cache.stock_layers import SIMPLE_LAYERS
+from hf_dart.cache.stock_layers import SIMPLE_LAYERS, keeps_states
 from hf_dart.drafters.beams import View
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.cost import model_sizes
@@ -86,7 +86,7 @@ class LanguageModelDrafter(StockDrafter):
             raise ValueError(_ITSELF)
         text = model.config.get_text_config(decoder=True)
         empty = DynamicCache(config=text)
-        if not empty.layers or any(type(layer) not in SIMPLE_LAYERS for layer in empty.layers):
+        if not empty.layers or any(type(one) not in SIMPLE_LAYERS or keeps_states(one) for one in empty.layers):
             raise ValueError(
                 f"{type(model).__name__} keeps more of a text than keys and values, or nothing, and cannot draft; give "
                 "a language model of attention layers."
