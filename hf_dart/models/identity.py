@@ -19,6 +19,8 @@ from hf_dart.models.devices import autocast_dtype, device_of
 from hf_dart.models.forwards import forward_before
 from hf_dart.models.support import parts_of
 
+_STAY = {"forward", "_output_capturing_hooks_installed"}
+
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     """Return a key of a target's module kinds, code, hooks, modes, attention, dtype and adapters, and autocast.
@@ -59,7 +61,8 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
     Rotary frequencies, for one, may follow the longest text that a model was ever run on. Buffers that are saved with
     the weights are put back where they were replaced, and not copied. Forwards of instances stay: other threads put
-    them in place, and take them away. A block in which weights were replaced leaves all as it is: the first forward of
+    them in place, and take them away; so does transformers' mark of a model whose hidden states hooks collect, as the
+    hooks stay. A block in which weights were replaced leaves all as it is: the first forward of
     a model may unpack its weights (compressed-tensors does), and is not to be undone by half.
     """
     parts = list(model.modules())
@@ -76,10 +79,10 @@ def as_before(model: nn.Module) -> Iterator[None]:
     finally:
         if not any(_replaced(now, before) for now, before in weights):
             for now, before in held:
-                for name in now.keys() - before.keys() - {"forward"}:
+                for name in now.keys() - before.keys() - _STAY:
                     del now[name]
                 for name, value in before.items():
-                    if name != "forward" and now.get(name, now) is not value:
+                    if name not in _STAY and now.get(name, now) is not value:
                         now[name] = value
             with torch.no_grad():
                 for buffer, content in copies:

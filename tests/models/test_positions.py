@@ -14,6 +14,7 @@ from torch import nn
 from transformers import DynamicCache, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dart import LookupDrafter, attach
+from hf_dart.models.identity import as_before
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.trial import check_verification, forget
 
@@ -36,6 +37,14 @@ def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
         assert_identical(target, head, prompts(lengths), **mode, max_length=21)
     for lengths in ([25], [25, 3, 7, 30]):
         assert_identical(target, head, prompts(lengths), **mode, max_length=55)
+
+
+def test_hidden_states_that_another_thread_asked_for_meanwhile() -> None:
+    """transformers' hooks for them, which stay, are not installed again."""
+    target, ids = tiny_target("mistral"), prompts([5])
+    with as_before(target):
+        count = len(target(**ids, output_hidden_states=True).hidden_states)
+    assert len(target(**ids, output_hidden_states=True).hidden_states) == count == 1 + len(target.model.layers)
 
 
 @pytest.mark.parametrize("unpacks", [False, True])
