@@ -31,8 +31,8 @@ from hf_dart.models.packed_weights import pack
 from hf_dart.models.positions import refuse_crossing
 from hf_dart.models.processes import alone, is_shared, refuse_different_calls
 from hf_dart.models.running_states.mixers import takes_levels
-from hf_dart.models.stock_steps import cache_name, extra_inputs
-from hf_dart.models.support import drops_out, refuse_cache, refuse_target
+from hf_dart.models.stock_steps import cache_name, extra_inputs, refuse_marks
+from hf_dart.models.support import drops_out, refuse_cache, refuse_target, with_row_adapters
 from hf_dart.models.trial import check_verification
 from hf_dart.models.verify import layer_windows
 from hf_dart.trees.config import TreeConfig
@@ -153,6 +153,7 @@ def admit(
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
+    refuse_marks(model, model_kwargs)
     refuse_grammars(logits_processor, model, len(input_ids))
     if isinstance(assistant, nn.Module) and drops_out(assistant):
         raise ValueError(
@@ -170,6 +171,12 @@ def admit(
     cached = slots_of(stock)
     refuse_crossing(model, total - min(pads), cached, most)
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
+    stateful = any(map(keeps_states, stock.layers))
+    if stateful and any(with_row_adapters(model)):
+        raise ValueError(
+            "Drafts cannot follow an adapter for each row (adapter_names=) of a target with running states; call "
+            "generate for the rows of one adapter at a time, or leave assistant= out."
+        )
     # Nothing of the target has run until here.
     with _PREPARING:
         if not overlaps:
@@ -177,7 +184,7 @@ def admit(
         check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))
     input_ids = input_ids.long()  # as stock's are once a token is added
     prompt = input_ids if embeddings is None else embeddings
-    levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
+    levels = stateful and takes_levels(model)
     # Processes that share a target would measure different costs, and verify different trees.
     timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, input_ids.device.type)
     tree_config = tree_config.for_levels(levels)

@@ -92,7 +92,7 @@ def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: l
 
 def extra_inputs(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
     """Return the keyword arguments of a forward that say more than text: images, sounds, and marks of their tokens."""
-    multimodal = target.config.get_text_config(decoder=True) is not target.config
+    multimodal = _is_multimodal(target)
 
     def says_nothing(name: str, value: Any) -> bool:
         if isinstance(value, Tensor):
@@ -101,6 +101,20 @@ def extra_inputs(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str
         return value is None or (isinstance(value, dict) and not value)
 
     return [name for name, value in inputs.items() if name not in _STEP and not says_nothing(name, value)]
+
+
+def refuse_marks(target: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
+    """Raise for marks of the prompt's tokens to a model of text, such as GPT-2, which has embeddings for them."""
+    marks = [name for name in extra_inputs(target, model_kwargs) if name in _MARKS]
+    if marks and not _is_multimodal(target):
+        raise ValueError(
+            f"{type(target).__name__} embeds {' and '.join(marks)} with every token, and drafts are not verified with "
+            "that; leave it out, or leave assistant= out."
+        )
+
+
+def _is_multimodal(target: PreTrainedModel) -> bool:
+    return target.config.get_text_config(decoder=True) is not target.config
 
 
 class StockSteps:

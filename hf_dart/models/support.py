@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -86,6 +87,14 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
     """All weights of a model, each once; several times faster than `model.parameters()`."""
     found = (weight for part in parts_of(model) for weight in part._parameters.values())
     return list(dict.fromkeys(weight for weight in found if weight is not None))
+
+
+def with_row_adapters(model: nn.Module) -> Iterator[tuple[nn.Module, list[int]]]:
+    """Yield modules with PEFT's hooks for `adapter_names=`, an adapter for each row, and the keys of these hooks."""
+    for part in parts_of(model):
+        hooks = part._forward_pre_hooks.items()
+        if keys := [key for key, hook in hooks if "adapter_names" in getattr(hook, "keywords", {})]:
+            yield part, keys
 
 
 def refuse_cache(cache: Any) -> Cache:

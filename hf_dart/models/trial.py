@@ -34,7 +34,7 @@ from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
 from hf_dart.models.stock_steps import StockSteps, cache_name
-from hf_dart.models.support import in_training, parts_of, refuse_cache, refuse_compressed, refuse_target
+from hf_dart.models.support import in_training, refuse_cache, refuse_compressed, refuse_target, with_row_adapters
 from hf_dart.models.tolerance import allowance, coarsest, difference
 from hf_dart.models.verify import MaskKind, Verifier, layer_windows, mask_kinds
 from hf_dart.trees.tree import DraftTree
@@ -160,14 +160,12 @@ def check_verification(
 
 @contextmanager
 def _without_row_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Leave out PEFT's hooks for `adapter_names=`, an adapter for each row of the call: a trial has other rows."""
+    """Leave out the hooks of `with_row_adapters`: a trial has other rows than the call."""
     held = []
-    for part in parts_of(model):
-        hooks = part._forward_pre_hooks
-        kept = {key: hook for key, hook in hooks.items() if "adapter_names" not in getattr(hook, "keywords", {})}
-        if len(kept) < len(hooks):
-            held.append((part, hooks))
-            part._forward_pre_hooks = OrderedDict(kept)
+    for part, keys in with_row_adapters(model):
+        held.append((part, part._forward_pre_hooks))
+        kept = {key: hook for key, hook in part._forward_pre_hooks.items() if key not in keys}
+        part._forward_pre_hooks = OrderedDict(kept)
     try:
         yield
     finally:

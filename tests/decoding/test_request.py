@@ -18,7 +18,7 @@ from support.tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, ti
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
-from hf_dart import DartHead
+from hf_dart import DartHead, LookupDrafter
 from hf_dart.decoding import request as options
 from hf_dart.decoding.api import attach
 from hf_dart.models.stock_steps import CACHE
@@ -100,6 +100,23 @@ def test_inputs_that_drafts_do_not_have(drafting: dict[str, Any]) -> None:
     route = ROUTES["assistant" if "assistant" in drafting else "custom_generate"](head)
     refused(lambda: target.generate(**INPUTS, **GREEDY, token_type_ids=types, **route), ValueError, "token_type_ids")
     assert_identical(target, head, INPUTS, **GREEDY)
+    attach(target, head)
+    assert torch.equal(run(target, INPUTS, 0, token_type_ids=types, **GREEDY).sequences, plain)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft 0.21
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_running_states_with_an_adapter_for_each_row(family: str) -> None:
+    """Levels of a tree are rows of their own, which PEFT has no adapters for."""
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
+    wrapped = get_peft_model(tiny_target(family), adapter)
+    wrapped.double().eval()
+    inputs, options = prompts([7, 4]), {**GREEDY, "adapter_names": ["default", "__base__"]}
+    stock = run(wrapped, inputs, 0, **options).sequences
+    attach(wrapped, LookupDrafter())
+    assert torch.equal(run(wrapped, inputs, 0, **options).sequences, stock)
+    with pytest.raises(ValueError, match=r"an adapter for each row .*of one adapter at a time"):
+        wrapped.generate(**inputs, **options, assistant=LookupDrafter())
 
 
 class Quantized(DynamicCache):
