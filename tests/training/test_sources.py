@@ -264,11 +264,17 @@ def test_they_are_packed_inside(kind: str, tmp_path: Path) -> None:
     assert "add" not in learned
 
 
-def test_streams_are_packed_too_and_what_cannot_be_is_refused() -> None:
+def test_streams_are_packed_too_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="processing_class=tokenizer"):
         pack_dataset(datasets.Dataset.from_dict(ROWS["text"]), None, 3, 64)
     rows = datasets.Dataset.from_dict({"messages": TURNS, "images": [[i] for i in range(8)]})
     with pytest.raises(ValueError, match=r"field 'images' holds no text .* with hf_dart\.training\.image_row\.$"):
         pack_dataset(rows, chat_tokenizer(), 3, 64)
     stream = datasets.Dataset.from_dict(ROWS["text"]).to_iterable_dataset()
+    mapped, target = stream.map(lambda row: row), tiny_target(vocab_size=len(chat_tokenizer()))
+    assert mapped.column_names is None
+    head = tiny_head(target, draft_length=3)
+    settings = DartTrainer.training_arguments(str(tmp_path), max_steps=1, report_to="none", save_strategy="no")
+    given = {"processing_class": chat_tokenizer(), "max_length": 64}
+    DartTrainer(head, target, settings, train_dataset=mapped, **given).train()
     assert next(iter(pack_dataset(stream, chat_tokenizer(), 3, 64)))["input_ids"].shape == (64,)

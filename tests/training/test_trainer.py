@@ -71,8 +71,11 @@ def test_what_is_taken_from_other_trainers(tmp_path: Path) -> None:
     plain = TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(TypeError, match="takes DartTrainingArguments, not TrainingArguments"):
         DartTrainer(tiny_head(target), target, plain, train_dataset=ROWS)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"is a list of documents.*from_list"):
-        trainer_on(tmp_path, [{"text": "a"}])
+    for texts in ([{"text": "a"}], ["documents are text"]):
+        with pytest.raises(TypeError, match=r"is a list of documents.*from_dict"):
+            trainer_on(tmp_path, texts)
+    with pytest.raises(TypeError, match=r"the splits train, test; give one, such as data\['train'\]"):
+        trainer_on(tmp_path, {"train": ROWS, "test": ROWS})  # type: ignore[arg-type]
     for kind in (DartTrainer, EagleTrainer, DiffusionTrainer):
         settings = kind.training_arguments(str(tmp_path), use_cpu=True)
         swapped: Any = partial(kind, target, tiny_head(target), settings)

@@ -116,6 +116,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             max_length=max_length,
             config=drafter.config,
         )
+        if isinstance(splits := kwargs.get("train_dataset"), dict):
+            first = next(iter(splits), "train")
+            raise TypeError(f"train_dataset has the splits {', '.join(splits)}; give one, such as data[{first!r}].")
         for name in ("train_dataset", "eval_dataset"):
             kwargs[name] = self._packed(kwargs.get(name))
         super().__init__(model=drafter, args=args, compute_metrics=self._figures, **kwargs)
@@ -153,8 +156,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Pack the documents of data sets; packed rows, and the names of sets to evaluate, stay as they are."""
         if isinstance(data, dict):
             return {name: self._packed(one) for name, one in data.items()}
-        if isinstance(data, list) and data and "documents" not in data[0]:
-            raise TypeError("The data set is a list of documents; give datasets.Dataset.from_list(rows).")
+        if isinstance(data, list) and data and (isinstance(data[0], str) or "documents" not in data[0]):
+            raise TypeError("The data set is a list of documents; give datasets.Dataset.from_dict({'text': texts}).")
+        if getattr(data, "column_names", ()) is None:  # a stream of `datasets` that was mapped
+            data = data._resolve_features()
         columns = getattr(data, "column_names", None)  # of `datasets`
         return data if columns is None or "documents" in columns else self._pack(data)
 
