@@ -125,6 +125,6 @@ def _run(arguments: argparse.Namespace) -> int:
             if rows == 1 or now - said >= _EVERY:
                 said, speed = now, tokens / (now - began)
                 common.say(f"shard {part} of {parts}: {rows} rows, {tokens:,} tokens, {speed:.1f} a second")
-        left = "the same command writes what is left"
-        common.say(f"shard {part} of {parts}: {rows} rows are in {arguments.output}; {left}")
+        added = f"{rows} rows were added to {arguments.output}"
+        common.say(f"shard {part} of {parts}: {added}; the same command writes what is left")
     return 0

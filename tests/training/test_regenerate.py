@@ -206,7 +206,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         launched.setenv("RANK", "1")
         launched.setenv("WORLD_SIZE", "2")
         assert main([*words, *way]) == 0
-    assert "shard 2 of 2: 2 rows are in" in capsys.readouterr().err
+    assert "shard 2 of 2: 2 rows were added to" in capsys.readouterr().err
     assert [record["row"] for record in records_in(out)] == [0, 1, 2, 3]
     settings = json.loads((out / "settings.json").read_text())["settings"]
     assert (settings["target"], settings["mixture"][0]["temperature"]) == ("packaged target", 1.0)
