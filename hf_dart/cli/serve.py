@@ -21,7 +21,8 @@ def add(commands: Any) -> None:
     about = "chat and completions over HTTP, as OpenAI's API, with drafts"
     parser = commands.add_parser("serve", parents=[common.pair_options()], help=about)
     parser.add_argument("--host", default="localhost", help="default: %(default)s")
-    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
+    port = common.checked(int, lambda value: 0 <= value < 2**16, "a whole number from 0 to 65535")
+    parser.add_argument("--port", type=port, default=8000, help="default: %(default)s; 0 is any free one")
     parser.add_argument("--api-key", metavar="KEY", help=f"that requests have to bring (default: ${_KEY}, else none)")
     parser.add_argument("--chat-template", type=Path, metavar="FILE", help="for chat, in place of the tokenizer's own")
     positive, seconds = common.positive, common.above_zero

@@ -153,7 +153,7 @@ def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(tmp_path: Pat
         "", "generate", "generate x --temperature -1", "generate x --temperature 1e-320",
         "generate x --temperature nan", "generate x --seed -99999999999999999999", "demo --new-tokens 0",
         "bench --batch one", "bench --rivals eagles", "generate x --quantization {load_in_4bit}",
-        "generate x --quantization [4]", "regenerate x --output y --minutes 0",
+        "generate x --quantization [4]", "regenerate x --output y --minutes 0", "serve --port 65536",
     ],
 )  # fmt: skip
 def test_unusable_options_exit_with_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
