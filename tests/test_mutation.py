@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 
 import pytest
-from mutation import LISTED, ROOMS, ROOT
+from mutation import LISTED, ROOMS, ROOT, run_listed
 
 BUGS = tomllib.loads(LISTED.read_text(encoding="utf8"))["mutant"]
 
@@ -20,6 +20,11 @@ def test_a_listed_bug_can_be_put_in(bug: dict[str, object]) -> None:
 def test_names_are_given_once() -> None:
     names = [bug["name"] for bug in BUGS]
     assert len(names) == len(set(names)) >= 44
+
+
+def test_unknown_bugs_are_named() -> None:
+    with pytest.raises(SystemExit, match="has no nobody's"):
+        run_listed(["nobody's"])
 
 
 def test_the_tests_that_are_named_exist() -> None:

@@ -187,6 +187,8 @@ def run_listed(names: list[str]) -> None:
     """
     listed = tomllib.loads(LISTED.read_text())["mutant"]
     chosen = [one for one in listed if not names or one["name"] in names]
+    if unknown := set(names) - {one["name"] for one in listed}:
+        sys.exit(f"{LISTED.name} has no {', '.join(sorted(unknown))}.")
     seen, wrong = 0, []
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_of_the_repository(Path(folder))

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_dart.errors import head_inside
 from hf_dart.hub.checkpoint import headers, read_json
 from hf_dart.hub.download import ADAPTER_CONFIG
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind, kind_of
@@ -73,7 +74,8 @@ class HeadFacts:
         kind = kind_of(read_json(file).get("model_type")) if file.is_file() else None
         if kind is None or kind.config_class is None or kind.texts is None:
             called = " or ".join(sorted(one.called for one in KINDS.values() if one.config_class is not None))
-            raise ValueError(f"{folder} holds no config.json of {called}; give what save_pretrained wrote.")
+            remedy = head_inside(folder) or "give what save_pretrained wrote."
+            raise ValueError(f"{folder} holds no config.json of {called}; {remedy}")
         config = kind.config_class.from_pretrained(folder)
         parameters, size, dtype = _weights(folder)
         training_file = Path(training) if training is not None else folder / TRAINING_RECORD

@@ -51,6 +51,10 @@ def _groups(drafter: str) -> tuple[type, ...]:
     return TargetArguments, *trainer.drafter_arguments, DataArguments, trainer.training_arguments
 
 
+def _options(drafter: str) -> set[str]:
+    return {one.name for group in _groups(drafter) for one in fields(group) if one.init}
+
+
 def parser(drafter: str = "dart") -> HfArgumentParser:
     """Return a parser with a flag for every option of that kind of drafter."""
     made = _Parser(
@@ -71,11 +75,13 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     if flags and not flags[0].startswith("-"):
         flags = [*_as_flags(_read(Path(flags[0]))), *flags[1:]]
     kind = drafter_of(flags)
-    known = {one.name for group in _groups(kind) for one in fields(group) if one.init}
+    known = _options(kind)
     for word in flags:
         name = word[2:].partition("=")[0].replace("-", "_")
         if word.startswith("--") and not {name, name.removeprefix("no_")} & known:
-            remedy = did_you_mean(name, known, otherwise="'hf-dart train --help' lists all.")
+            of = next((other for other in trainers() if name in _options(other)), None)
+            others = did_you_mean(name, known, otherwise="'hf-dart train --help' lists all.")
+            remedy = others if of is None else f"it is one of --drafter {of}, and this is --drafter {kind}."
             raise ValueError(f"There is no option {name!r}; {remedy}")
     reader = parser(kind)
     space, rest = reader.parse_known_args(flags)

@@ -197,8 +197,11 @@ def test_a_dry_run_writes_what_would_be_pushed(
     assert (dry / "README.md").read_bytes() == written["README.md"]
 
 
-def test_mistakes_get_one_sentence(alice: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_get_one_sentence(alice: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "config.json").write_text("{}")
     for words, says in (
+        ([str(tmp_path), "alice/head"], "the head that was trained there?"),
         ([str(PACKAGED_TARGET), "alice/head"], "holds no config.json of a DART head or a DFlash drafter"),
         ([str(PACKAGED_HEAD), "alice/head", "--bench", "./none.json"], "none.json cannot be read"),
         ([str(PACKAGED_HEAD), "bob/head"], "403"),

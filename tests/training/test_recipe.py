@@ -35,6 +35,7 @@ def test_flags_override_a_recipe_and_mistakes_in_it_are_refused(tmp_path: Path) 
     for content, says in (
         ("train_dat: [x]", "did you mean 'train_data'?"),
         ("zzzzzzzz: 1", "--help' lists all"),
+        ("drafter: eagle\nlora_rank: 4", "it is one of --drafter dart, and this is --drafter eagle"),
         ("train_data: [x]", "output_dir is missing"),
         ("output_dir: x", "required: --train_data"),
         ("- a list", "holds no options"),
