@@ -27,7 +27,7 @@ _REMARKS = {"final_logit_softcapping", "id2label", "label2id", "moe_intermediate
 
 def assistant_format(content: dict[str, Any]) -> str | None:
     """Return a description of a config.json's drafter if it is an assistant of Gemma 4."""
-    return "an assistant of Gemma 4" if content.get("model_type") in _FAMILIES else None
+    return "an assistant of Gemma 4" if str(content.get("model_type")) in _FAMILIES else None
 
 
 def read_assistant(content: dict[str, Any]) -> Any:

@@ -120,3 +120,10 @@ def test_kinds_of_the_package_are_known_without_their_import() -> None:
     )
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("value", [None, 3, [], ["dart"], {}, True], ids=str)
+@pytest.mark.parametrize("field", ["model_type", "architectures", "speculators_model_type", "speculators_config"])
+def test_damaged_configs_are_of_no_kind(field: str, value: Any) -> None:
+    for kind in registry.registered().values():
+        assert kind.recognises({field: value}, lambda: ()) is None
