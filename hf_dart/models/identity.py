@@ -62,8 +62,8 @@ def as_before(model: nn.Module) -> Iterator[None]:
     Rotary frequencies, for one, may follow the longest text that a model was ever run on. Buffers that are saved with
     the weights are put back where they were replaced, and not copied. Forwards of instances stay: other threads put
     them in place, and take them away; so does transformers' mark of a model whose hidden states hooks collect, as the
-    hooks stay. A block in which weights were replaced leaves all as it is: the first forward of
-    a model may unpack its weights (compressed-tensors does), and is not to be undone by half.
+    hooks stay. A block in which weights were replaced leaves all as it is: the first forward of a model may unpack its
+    weights (compressed-tensors does), and is not to be undone by half.
     """
     parts = list(model.modules())
     held = [(members, dict(members)) for part in parts for members in (vars(part), part._buffers)]
