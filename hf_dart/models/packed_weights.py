@@ -3,7 +3,7 @@
 MKL's float32 product of 4 to 32 rows takes up to four times as long as that of one, although both read every weight
 once. oneDNN's does not if the weights lie in blocks, as its own order has them. That is a second copy of the weights,
 which trees and drafts alone are run with: stock's prefill and its single steps read the plain ones. Of fewer rows,
-MKL's product is the faster one on some processors, which is measured.
+MKL's product is the faster one on some processors, and on others oneDNN's of four rows, which is measured.
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ class PackedLinear(StandIn):
     """Forward of an `nn.Linear` that reads a packed copy of its weight [out, in], in threads that verify or draft.
 
     A weight that was replaced, written to or moved since it was packed is read as it is. So are fewer rows than
-    `fewest`, and the weight of a module whose instance has a forward of its own, such as a hook of Accelerate's.
+    `fewest`, and the weight of a module whose instance has a forward of its own, such as a hook of Accelerate's. Other
+    rows are filled up to as many as `filled`.
     """
 
     module: nn.Linear
 
-    def __init__(self, module: nn.Linear, copy: Tensor, fewest: int) -> None:
+    def __init__(self, module: nn.Linear, copy: Tensor, fewest: int, filled: int) -> None:
         super().__init__(module)
-        self.weight, self.copy, self.fewest = module.weight, copy, fewest
+        self.weight, self.copy, self.fewest, self.filled = module.weight, copy, fewest, filled
         self.state = module.weight.data_ptr(), module.weight._version
 
     def __call__(self, input: Tensor) -> Tensor:
@@ -60,7 +61,10 @@ class PackedLinear(StandIn):
         changed = replaced or (weight.data_ptr(), weight._version) != self.state
         if rows < self.fewest or changed or input.dtype != weight.dtype:
             return self._forward(input)
-        return packed_linear(input, self.copy, self.module.bias)
+        if rows >= self.filled:
+            return packed_linear(input, self.copy, self.module.bias)
+        entries = F.pad(input.reshape(rows, -1), (0, 0, 0, self.filled - rows))
+        return packed_linear(entries, self.copy, self.module.bias)[:rows].view(*input.shape[:-1], -1)
 
 
 @dataclass
@@ -74,11 +78,11 @@ class PackedWeights:
     def pack(self, layers: list[nn.Linear]) -> None:
         """Make the copies, one for each weight, and measure from how many rows on they are worth it."""
         copies = {weight: packed_copy(weight) for weight in weights_of(layers)}
-        fewest: dict[torch.Size, int] = {}
+        few: dict[torch.Size, tuple[int, int]] = {}
         for shape in {weight.shape for weight in copies}:
             alike = {weight: copy for weight, copy in copies.items() if weight.shape == shape}
-            fewest[shape] = fewest_rows([*alike][:_TIMED], [*alike.values()][:_TIMED])
-        self.linear = [PackedLinear(layer, copies[layer.weight], fewest[layer.weight.shape]) for layer in layers]
+            few[shape] = few_rows([*alike][:_TIMED], [*alike.values()][:_TIMED])
+        self.linear = [PackedLinear(layer, copies[layer.weight], *few[layer.weight.shape]) for layer in layers]
 
 
 def packed_copy(weight: Tensor) -> Tensor:
@@ -92,17 +96,21 @@ def packed_linear(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> 
 
 
 @torch.no_grad()
-def fewest_rows(weights: list[Tensor], copies: list[Tensor]) -> int:
-    """Measure from how many rows on, 4 at most, products with packed copies of weights of one shape are faster."""
+def few_rows(weights: list[Tensor], copies: list[Tensor]) -> tuple[int, int]:
+    """Measure from how many rows on, 4 at most, products with packed copies of weights of one shape are faster.
+
+    And up to how many they are filled up: four rows take less time than one on some processors.
+    """
+    full = weights[0].new_zeros(_ALWAYS, weights[0].shape[1])
     for rows in range(1, _ALWAYS):
-        entries = weights[0].new_zeros(rows, weights[0].shape[1])
-        plain = packed = inf
+        plain = packed = whole = inf
         for _ in range(_REPEATS):
-            plain = min(plain, seconds(F.linear, entries, weights))
-            packed = min(packed, seconds(packed_linear, entries, copies))
-        if packed <= plain:
-            return rows
-    return _ALWAYS
+            plain = min(plain, seconds(F.linear, full[:rows], weights))
+            packed = min(packed, seconds(packed_linear, full[:rows], copies))
+            whole = min(whole, seconds(packed_linear, full, copies))
+        if min(packed, whole) <= plain:
+            return rows, _ALWAYS if whole < packed else rows
+    return _ALWAYS, _ALWAYS
 
 
 def seconds(product: Callable[[Tensor, Tensor], Tensor], entries: Tensor, weights: list[Tensor]) -> float:
