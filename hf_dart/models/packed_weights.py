@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -102,12 +101,13 @@ def few_rows(weights: list[Tensor], copies: list[Tensor]) -> tuple[int, int]:
     And up to how many they are filled up: four rows take less time than one on some processors.
     """
     full = weights[0].new_zeros(_ALWAYS, weights[0].shape[1])
+
+    def least(product: Callable[[Tensor, Tensor], Tensor], rows: int, given: list[Tensor]) -> float:
+        return min(seconds(product, full[:rows], given) for _ in range(_REPEATS))
+
+    whole = least(packed_linear, _ALWAYS, copies)
     for rows in range(1, _ALWAYS):
-        plain = packed = whole = inf
-        for _ in range(_REPEATS):
-            plain = min(plain, seconds(F.linear, full[:rows], weights))
-            packed = min(packed, seconds(packed_linear, full[:rows], copies))
-            whole = min(whole, seconds(packed_linear, full, copies))
+        plain, packed = least(F.linear, rows, weights), least(packed_linear, rows, copies)
         if min(packed, whole) <= plain:
             return rows, _ALWAYS if whole < packed else rows
     return _ALWAYS, _ALWAYS
