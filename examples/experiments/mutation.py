@@ -47,6 +47,7 @@ ROOMS = {
     "serve/batcher.py": ["serve/test_batcher.py"],
     "serve/prefixes.py": ["serve/test_prefixes.py", "serve/test_batcher.py"],
     "decoding/suffix_store.py": ["decoding/test_suffix_store.py"],
+    "trees/on_host.py": ["trees/test_growers.py", "trees/test_ngram_scores.py", "trees/test_costs.py"],
     "trees/copies.py": ["trees/test_copies.py", "decoding/test_suffix_store.py"],
     "learning/ring.py": ["learning/test_learner.py"],
 }
