@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_dart import attach
 from hf_dart.bench.page import View, origins, token_texts
 from hf_dart.cli import main
+from hf_dart.decoding.stats import DraftStats
 
 _ALLOWED = {
     "html", "head", "base", "meta", "title", "style", "body", "h1", "h2", "p", "span", "pre", "a", "table", "caption",
@@ -119,6 +120,15 @@ def test_a_note_is_text_and_a_notebook_gets_a_frame(output: Any, hostile_tokeniz
     assert inside.replace('\n<base href="about:srcdoc" />', "") == view.html()
     statistics = read(f"<div>{output.draft_stats._repr_html_()}</div>")
     assert f"{output.draft_stats.tau:.2f}" in text_of(statistics)
+
+
+def test_rounds_without_a_draft_are_those_that_were_not_drafted() -> None:
+    """A drafted round may verify the root alone, and copies are verified without a draft."""
+    stats = DraftStats()
+    for nodes, drafted in ((1, True), (4, False), (8, True), (1, False), (4, False)):
+        stats.count([1], [8], nodes, drafted)
+    assert stats.plain_rounds == 2
+    assert "5, 3 of them without a draft" in stats._repr_html_()
 
 
 def test_every_hostile_token_stays_text(output: Any, hostile_tokenizer: Any, tmp_path: Path) -> None:
