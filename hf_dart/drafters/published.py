@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,8 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.errors import annotated
 from hf_dart.hub.checkpoint import weight_shapes
-from hf_dart.hub.download import published_license, weight_files
-from hf_dart.interop.eagle3 import JOINED, Published, eagle3_format, read_published
-from hf_dart.interop.original_dart import original_format
+from hf_dart.hub.download import published_license, tensor_names, weight_files
+from hf_dart.interop.eagle3 import Published, read_published
 from hf_dart.interop.weights import read_weights, renamed
 from hf_dart.models.devices import weight_of
 from hf_dart.models.features import layer_count
@@ -36,7 +36,7 @@ def load_published(
 ) -> Any:
     """Return a drafter of ours with the weights of a published head, for a target that it fits."""
     if target is None:
-        found = original_format(content) or eagle3_format(content) or JOINED
+        found = drafter_class.reads(content, partial(tensor_names, path, **where))
         raise ValueError(
             f"{path} is {found}, which does not say what its target is like; pass target=, and save_pretrained it to "
             "load it without."

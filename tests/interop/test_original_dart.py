@@ -86,3 +86,9 @@ def test_what_the_weights_must_have(target: Any, tmp_path: Path, name: str) -> N
     tensors = original_tensors(config)
     del tensors[name]
     not_read(lambda: load(save(tmp_path, config, tensors), target), f"lack {name}")
+
+
+def test_a_format_that_is_added_is_named_without_a_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DartHead, "reads", staticmethod(lambda content, _: content.get("kind")))
+    path = str(save(tmp_path, {"kind": "a head of Zephyr"}, {"fc.weight": torch.zeros(2)}))
+    not_read(lambda: DartHead.from_pretrained(path), "is a head of Zephyr, which does not say")
