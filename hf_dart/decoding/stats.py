@@ -22,7 +22,6 @@ PHASES = ("prefill", "noise", "draft", "grow", "verify", "walk", "commit")
 processor_time = perf_counter if sys.platform == "win32" else thread_time
 
 _PAGE = Path(__file__).with_name("stats.html")
-_COUNTS = ("rounds", "plain_rounds", "paused_rounds", "row_rounds", "tokens", "drafted")
 
 
 @dataclass(frozen=True)
@@ -144,8 +143,9 @@ class DraftStats:
 
     def merge(self, other: DraftStats) -> None:
         """Add the counts and times of another call."""
-        for name in _COUNTS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name, count in vars(other).items():
+            if isinstance(count, int):
+                setattr(self, name, getattr(self, name) + count)
         self._accept(other.accepted_per_depth)
         self.committed += other.committed
         self.add_times(other)
@@ -169,9 +169,9 @@ class DraftStats:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures but those of single rounds, as numbers, lists and dicts that JSON takes."""
-        figures = (*_COUNTS, "tau", "accepted", "acceptance_rate")
         return {
-            **{name: getattr(self, name) for name in figures},
+            **{name: count for name, count in vars(self).items() if isinstance(count, int)},
+            **{name: getattr(self, name) for name in ("tau", "accepted", "acceptance_rate")},
             "accepted_per_depth": list(self.accepted_per_depth),
             "seconds": dict(self.seconds),
         }
