@@ -42,6 +42,7 @@ _OTHER_MODES = (
     "constraints", "force_words_ids", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens",
     "assistant_early_exit", "use_mtp",
 )  # fmt: skip
+# Those that tokens are chosen by.
 _CHOOSING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PREPARING = RLock()  # calls that begin at once would each pack the weights and try the target
 
@@ -141,15 +142,6 @@ def admit(
             f"This {type(assistant).__name__} does not refine its drafts; give refine=0, or a head that was trained "
             "with an editor."
         )
-    width = input_ids.shape[1]
-    # A user's `MaxLengthCriteria` replaces the one that `generate` adds; subclasses are applied in addition.
-    lengths = [one.max_length for one in stopping_criteria if type(one) is MaxLengthCriteria]
-    # The criterion's limit, rounded up to whole tokens; stock too writes at least one.
-    max_length = max(math.ceil(min(*lengths, sys.maxsize)), width + 1)
-    mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    prompt = input_ids if embeddings is None else embeddings
-    total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
-    most = total + max_length - width
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
@@ -166,6 +158,16 @@ def admit(
         remembered.check_target(model)
         if is_shared(model):
             raise ValueError("Processes that hold a target together may remember different texts; leave memory= out.")
+    input_ids = input_ids.long()  # as stock's are once a token is added
+    width = input_ids.shape[1]
+    # A user's `MaxLengthCriteria` replaces the one that `generate` adds; subclasses are applied in addition.
+    lengths = [one.max_length for one in stopping_criteria if type(one) is MaxLengthCriteria]
+    # The criterion's limit, rounded up to whole tokens; stock too writes at least one.
+    max_length = max(math.ceil(min(*lengths, sys.maxsize)), width + 1)
+    mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    prompt = input_ids if embeddings is None else embeddings
+    total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
+    most = total + max_length - width
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     pads = left_padding(mask, total, len(input_ids))
     cached = slots_of(stock)
@@ -182,8 +184,6 @@ def admit(
         if not overlaps:
             pack(model, assistant)
         check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))
-    input_ids = input_ids.long()  # as stock's are once a token is added
-    prompt = input_ids if embeddings is None else embeddings
     levels = stateful and takes_levels(model)
     # Processes that share a target would measure different costs, and verify different trees.
     timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, input_ids.device.type)
