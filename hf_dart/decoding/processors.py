@@ -33,14 +33,15 @@ class AdditivePenaltyLogitsProcessor(LogitsProcessor):
         return scores - self.presence * (counts > 0) - self.frequency * counts
 
 
-# All compared by exact type: what a subclass does is not known.
+# All compared by exact type: what a subclass does is not known. These look at scores [B, V] alone.
 _SCORES_ALONE = (
     transformers.TemperatureLogitsWarper, transformers.TopKLogitsWarper, transformers.InfNanRemoveLogitsProcessor,
     transformers.LogitNormalization, transformers.SuppressTokensLogitsProcessor, transformers.TopPLogitsWarper,
     transformers.TopHLogitsWarper, transformers.MinPLogitsWarper, transformers.TypicalLogitsWarper,
     transformers.EpsilonLogitsWarper, transformers.EtaLogitsWarper,
 )  # fmt: skip
-_ROW_FREE = (
+# These keep nothing from call to call, and are asked row by row where rows part: with ids [1, T] and scores [1, V].
+_ROW_BY_ROW = (
     *_SCORES_ALONE, transformers.MinLengthLogitsProcessor, transformers.MinNewTokensLengthLogitsProcessor,
     transformers.NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor,
     transformers.SequenceBiasLogitsProcessor, transformers.NoBadWordsLogitsProcessor,
@@ -48,6 +49,7 @@ _ROW_FREE = (
     transformers.ExponentialDecayLengthPenalty, transformers.SuppressTokensAtBeginLogitsProcessor,
     AdditivePenaltyLogitsProcessor,
 )  # fmt: skip
+# So do these, which are asked after each token, without scores.
 _CRITERIA = (transformers.MaxLengthCriteria, transformers.EosTokenCriteria, transformers.StopStringCriteria)
 _FILTERS = (transformers.TopKLogitsWarper, transformers.TopPLogitsWarper)  # in the order in which stock appends them
 XGRAMMAR = "xgrammar.contrib.hf.LogitsProcessor"
@@ -120,13 +122,12 @@ def _of_row(processor: Any, row: int) -> Any:
     return processor
 
 
-def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer: Any, generation_config: Any) -> bool:
+def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer: Any, config: Any) -> bool:
     """Return True if all rows must go in step, one call per position on the whole batch, as calls may do anything.
 
     A processor or criterion that is not known may keep state from call to call, look across rows, read the clock or
     draw from the global generator, as a streamer may. What is collected per step is collected for ended rows too.
     """
-    config = generation_config
     draws = config.do_sample and not (streamer is None or type(streamer).__module__.startswith("transformers."))
     collects = config.return_dict_in_generate and (
         config.output_scores or config.output_logits or config.output_hidden_states
@@ -134,7 +135,7 @@ def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, streamer:
     return bool(
         collects
         or draws
-        or not all(type(processor) in _ROW_FREE or _new_xgrammar(processor) for processor in processors)
+        or not all(type(processor) in _ROW_BY_ROW or _new_xgrammar(processor) for processor in processors)
         or any(type(criterion) not in _CRITERIA for criterion in criteria)
     )
 
