@@ -84,7 +84,7 @@ def attach(
 
 
 def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None, memory: Namespace | None = None) -> Any:
-    """`model`, attached; what its target has passed before is not tried again."""
+    """Attach `model`, which is returned; what its target has passed before is not tried again."""
     target = unwrapped(model)
     release_changed(target)  # trials read them
     if not target.training:
@@ -149,12 +149,12 @@ class AttachedGenerate:
         if self.own is None:
             return generate(self.model, *args, **kwargs)
         if kwargs.get("custom_generate") is None:
-            kwargs = _stocks(kwargs)
+            kwargs = _for_stock(kwargs)
         return self.own(*args, **kwargs)
 
 
 class UndraftedError(Exception):
-    """A call that may run without drafts cannot be drafted exactly; nothing of it has run. Says why."""
+    """Error of a call that may run without drafts, and cannot be drafted exactly; nothing of it has run. Says why."""
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def _refusals(optional: bool) -> Iterator[None]:
         raise
 
 
-def _stocks(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _for_stock(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the call's arguments without the keywords that `attach` adds."""
     return {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
 
@@ -227,7 +227,7 @@ def _drafted(
     drafting: dict[str, Any] = {name: kwargs.get(name) for name in _KEYWORDS}
     _refuse_other(drafting["assistant"], model)
     stock = type(model).generate
-    kwargs = _by_name(stock, args, _stocks(kwargs))
+    kwargs = _by_name(stock, args, _for_stock(kwargs))
     # Stock does not pass these to a callable. It gives the prompt to a streamer before a call can be refused, so the
     # callable does that, too.
     streamer, tokenizer, synced_gpus = (kwargs.pop(name, None) for name in ("streamer", "tokenizer", "synced_gpus"))
@@ -307,7 +307,7 @@ def _by_name(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
 
 
 def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> None:
-    """`generate` drops the tokenizer for a callable, so the criterion is made here."""
+    """Make the criterion of stop strings: for a callable, `generate` drops the tokenizer that it is made with."""
     stop_strings = _option(model, kwargs, "stop_strings")
     if stop_strings is None:
         return

@@ -51,7 +51,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def row_weights(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
-    """Weights of a token more in each row, which sum to 1: a batch is done when its slowest row is.
+    """Return the worth of one more token in each row, 1 in all: a batch is done when its slowest row is.
 
     Which row will be that is less and less open as rows part: leads that come by chance grow with the root of the text.
     Rows with a limit of 0 take no part.

@@ -87,7 +87,7 @@ class Rows:
 
     @property
     def ended(self) -> list[bool]:
-        """Return per row whether it has met a stopping criterion, also if it runs on."""
+        """True for each row that has met a stopping criterion, also if it runs on."""
         return [stop is not None for stop in self._stopped_at]
 
     def slowest(self) -> int:

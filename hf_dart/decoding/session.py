@@ -68,9 +68,9 @@ class HiddenStates:
 
 
 class Session:
-    """The parts of one call, which keep their own state; `seen` moves on with every round.
+    """State of one call: parts that keep their own, and `seen`, the positions verified last with the tokens after them.
 
-    A new one has run the prompt through the target and the drafter, but for the token after it (`first_token`).
+    A new session has run the prompt through target and drafter; `first_token` then takes the token after it.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Session:
         self.streaming = Streaming(request.streamer, rows)
         self.stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
         from_default = noise is not None and rows.in_step and noise.given is None
-        # Around what the drafter does, which may draw: put back after it.
+        # Context of what the drafter computes, which may draw: where tokens need the default generator, it is put back.
         self.aside: Callable[[], AbstractContextManager[None]]
         self.aside = partial(put_back, rows.device) if from_default else nullcontext
         if noise is not None:
@@ -94,12 +94,12 @@ class Session:
         records = None if is_shared(request.model) else request.drafter.pace_records
         self.pace = pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)
         observed = (*request.drafter.observers, *request.observers)
-        # Whether the drafter may be asked, in this call or a later one; else it reads nothing. Seats and captured
-        # rounds, which drop no window either, choose by a pace of their own.
-        self.keeps = bool(pace.may_draft(max(rows.rooms)) or request.returns_cache or observed or not request.windowed)
+        # Whether the drafter may be asked, in this call or a later one; else it is handed nothing to read. Seats and
+        # captured rounds, which drop no window either, choose by a pace of their own.
+        self.feeds = bool(pace.may_draft(max(rows.rooms)) or request.returns_cache or observed or not request.windowed)
         self.pending: list[Verified] = []  # what the drafter has not read, for want of a draft
         self._memory = request.memory
-        asked = request if self.keeps else replace(request, drafter=LookupDrafter())
+        asked = request if self.feeds else replace(request, drafter=LookupDrafter())
         drafter = asked.drafter
         with self.stats.phase("prefill"):
             with self.aside():
@@ -136,8 +136,7 @@ class Session:
             # The prompt's last position waits for the token after it.
             no_tokens, counts = request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)
             self.seen = Verified(reader.last, no_tokens, counts)
-            self.observers: list[Observer] = [observe(self) for observe in request.drafter.observers]
-            self.observers += request.observers
+            self.observers: list[Observer] = [*(one(self) for one in request.drafter.observers), *request.observers]
             if reader.tail is not None:
                 for observer in self.observers:
                     observer.verified(reader.tail, None)
@@ -210,7 +209,7 @@ class Session:
 
     def unread(self, drafted: bool) -> Verified | None:
         """Return the verified positions that a draft begins with; None if the round is not `drafted`."""
-        if self.keeps:
+        if self.feeds:
             self.pending.append(self.seen)
         if not drafted:
             return None
@@ -225,7 +224,7 @@ class Session:
         with self.aside():
             proposal = self.propose_with(self.drafter_state.state, *seen, self.grower.depth, self.score)
         if proposal is not None:
-            self._hold_ended_rows(proposal)
+            self._draft_pads(proposal)
         return proposal
 
     def _propose_packed(self, *given: Any) -> Proposal | None:
@@ -236,11 +235,11 @@ class Session:
         """Return the draft after a second look at `tokens` [B, d] of the `first` one."""
         with self.aside(), standing_in(self._packed):
             proposal = self.request.drafter.refine(self.drafter_state.state, first, tokens)
-        self._hold_ended_rows(proposal)
+        self._draft_pads(proposal)
         return proposal.within(self.vocab_size)
 
-    def _hold_ended_rows(self, proposal: Proposal) -> None:
-        """Rows that are only filled up must not hold up the others."""
+    def _draft_pads(self, proposal: Proposal) -> None:
+        """Draft pads in rows that are only filled up, which would hold up the others."""
         if self.rows.in_step and self.rows.fills_up and True in self.rows.ended:
             proposal.force_token(self.rows.ended, self.rows.pad)
 
@@ -266,7 +265,7 @@ class Session:
 
 
 def one_round(s: Session) -> None:
-    """Bring every row that runs on by at least one token: by the target's own tokens on the path they take in a tree.
+    """Emit one token or more in every row that still runs: the target's own, along the path that they take in a tree.
 
     Should it raise, `finish.break_off` leaves the call as stock would have.
     """

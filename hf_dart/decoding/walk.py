@@ -65,9 +65,9 @@ class Walker:
         self.logits: tuple[Tensor, ...] | None = () if request.collects("output_logits") else None
 
     def __call__(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
-        """Walk every row from its root, by the target's logits [B, N, V], and emit up to so many of the tokens passed.
+        """Walk every row from its root, by the target's logits [B, N, V], and emit the tokens that it passes.
 
-        A row with a limit of 0 stands still.
+        At most `limits[b]` of a row: with a limit of 0 it stands still.
         """
         in_step = self._rows.in_step
         chosen = self._choose_everywhere(tree, logits).tolist() if self._everywhere and not in_step else None
@@ -88,7 +88,7 @@ class Walker:
         return Accepted(padded, [len(path) for path in paths])
 
     def _emit(self, nodes: dict[int, int], logits: Tensor, chosen: list[list[int]] | None) -> dict[int, int]:
-        """Return the target's token at one node of some rows, emitted; of rows that go on."""
+        """Emit the target's token at one node of each of some rows, and return those of rows that go on."""
         going_on = {}
         for row, node in nodes.items():
             token = chosen[row][node] if chosen else self._choose(row, logits[row : row + 1, node])
@@ -100,7 +100,7 @@ class Walker:
         return going_on
 
     def _step(self, nodes: dict[int, int], logits: Tensor) -> dict[int, int]:
-        """Stock's own step: the target's tokens at one node of every row, emitted; nothing once all rows have ended."""
+        """Emit the target's tokens at one node of every row, in stock's own step; return them until all have ended."""
         with nullcontext() if self._noise is None or self._noise.given is None else _DrawsNothing():
             chosen = self._choose_as_stock(logits[torch.arange(len(nodes)), torch.tensor([*nodes.values()])])
             ids = self._rows.append_all(chosen, self.scores)
@@ -206,7 +206,7 @@ def largest(scores: Tensor) -> int:
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """Return a map per row from (node, token) to the child node that holds the token; -1 has the roots."""
+    """Return a map per row from (node, token) to the child that holds the token; roots are children of -1."""
     return [
         {place: child for child, place in enumerate(zip(parents, tokens, strict=True))}
         for parents, tokens in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Modules of a target that others read through, on their devices; accelerate may offload them. Our own bookkeeping."""
+"""Devices of a target's modules, which drafters read through, and of our bookkeeping; weights, dtypes, generators."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ def check_verification(
 
 @contextmanager
 def _without_row_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Leave out the hooks of `with_row_adapters`: a trial has other rows than the call."""
+    """Leave out the hooks of `with_row_adapters` for a while: a trial has other rows than the call."""
     held = []
     for part, keys in with_row_adapters(model):
         held.append((part, part._forward_pre_hooks))

@@ -235,8 +235,8 @@ class Memory(Protocol):
 class RowCopies:
     """Copies after one row's text: from the text itself and, where there is one, from a memory.
 
-    The text is a shared list of token ids, which grows from outside. `chances` are c of each cell (`PRIOR`) at first;
-    None for those of the memory, or before anything was seen.
+    The text is a shared list of token ids, which grows from outside. `chances` are c of each cell at first; None for
+    the memory's, or without one for `PRIOR`.
     """
 
     def __init__(self, text: list[int], memory: Memory | None = None, chances: Sequence[float] | None = None) -> None:
