@@ -55,6 +55,7 @@ def refuse_target(model: PreTrainedModel) -> None:
 
 
 def drops_out(model: nn.Module) -> bool:
+    """Return True if a part of a model is in train mode and would draw numbers there."""
     return any(map(_draws, in_training(model)))
 
 
