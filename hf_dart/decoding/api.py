@@ -137,7 +137,7 @@ class AttachedGenerate:
         if self.default is not None and unnamed and kwargs.get("assistant_model") is None:
             try:
                 drafts = {"assistant": self.default, "memory": self.memory, **kwargs}
-                return _drafted(self.model, args, drafts, optional=True)
+                return _run_drafted(self.model, args, drafts, optional=True)
             except UndraftedError as reason:
                 if str(reason) not in self._reasons:
                     self._reasons.add(str(reason))
@@ -212,10 +212,10 @@ def generate(
     if assistant is None or isinstance(custom, str):
         # A repository's `generate` takes assistant= itself, and calls this function again if it is ours.
         return type(model).generate(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
-    return _drafted(model, args, {**named, **kwargs})
+    return _run_drafted(model, args, {**named, **kwargs})
 
 
-def _drafted(
+def _run_drafted(
     model: PreTrainedModel,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -259,7 +259,7 @@ def requested(
     Nothing of it has run when this returns; `open_request` begins it, now or later. Calls that no seat takes are
     refused, too. If it `overlaps` another one, the weights of the target are taken for those that that one found.
     """
-    return _drafted(model, args, {"assistant": assistant, **kwargs}, run=partial(_admit_to_seat, overlaps=overlaps))
+    return _run_drafted(model, args, {"assistant": assistant, **kwargs}, run=partial(_admit_to_seat, overlaps=overlaps))
 
 
 @host_by_default

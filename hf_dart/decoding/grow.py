@@ -102,7 +102,7 @@ class TreeGrower:
         """Return the trees [B, N] after the last committed tokens, on the CPU."""
         found = self.copies(deepest, ended) if copies is None else copies
         if self._most == 1 or proposal is None:
-            return self._copied(found, weights)
+            return self._trees_of_copies(found, weights)
         # With squared chances: where the drafter expects another token, weak ones are seldom right.
         found = [replace(one, totals=[2 * total for total in one.totals]) for one in found]
         for row, grammar in enumerate(self.grammars):
@@ -185,7 +185,7 @@ class TreeGrower:
         """Return the tokens that end each row's text."""
         return [() if over else self._ends for over in ended or [False] * len(rows)]
 
-    def _copied(self, copies: Sequence[Branches], weights: list[float] | None) -> DraftTree:
+    def _trees_of_copies(self, copies: Sequence[Branches], weights: list[float] | None) -> DraftTree:
         """Trees of copied text alone, of the size that pays where there is no given one."""
         size = min(self._most - 1, max(map(len, copies)))
         if size and self._config.nodes is None:

@@ -163,9 +163,9 @@ class Seats:
         if len(seats) == 1:
             one_round(seats[0].session)
             return
-        drafts = self._drafted(timed)
-        size = max(tree.size for tree, _ in drafts)
-        trees = [tree.padded(size) for tree, _ in drafts]
+        grown = self._trees(timed)
+        size = max(tree.size for tree, _ in grown)
+        trees = [tree.padded(size) for tree, _ in grown]
         tree = DraftTree(
             torch.cat([one.tokens for one in trees]),
             torch.cat([one.parents for one in trees]),
@@ -174,12 +174,12 @@ class Seats:
             max_depth=max(one.max_depth for one in trees),
         )
         with timed.phase("verify"):
-            logits, features = self._verify(tree, [budget.limits[0] for _, budget in drafts])
+            logits, features = self._verify(tree, [budget.limits[0] for _, budget in grown])
         for seat in seats:
             seat.session.stats.add_times(timed, 1 / len(seats))
         path, counts = torch.zeros(len(seats), tree.max_depth + 1, dtype=torch.long), [0] * len(seats)
         with timed.phase("walk"):
-            for place, (seat, (own, budget)) in enumerate(zip(seats, drafts, strict=True)):
+            for place, (seat, (own, budget)) in enumerate(zip(seats, grown, strict=True)):
                 row, nodes = slice(place, place + 1), slice(own.size)
                 try:
                     accept(seat.session, own, budget, logits[row, nodes], features[row, nodes])
@@ -193,22 +193,22 @@ class Seats:
         self._stats.add_times(timed)
         if not any(seat.failure for seat in seats):
             told = [seat.tokens for seat in seats], [seat.limit for seat in seats]
-            self._pace.count(self._drafts, *told, size, tree.max_depth, self._stats.processor_seconds)
+            self._pace.count(self._is_drafted, *told, size, tree.max_depth, self._stats.processor_seconds)
 
     # ---- drafts -------------------------------------------------------------------------------------
 
-    def _drafted(self, timed: DraftStats) -> list[tuple[DraftTree, Budget]]:
+    def _trees(self, timed: DraftStats) -> list[tuple[DraftTree, Budget]]:
         """Return the tree [1, N] of each call in the coming round, and what it may emit."""
         sessions = [seat.session for seat in self.taken]
         with timed.phase("draft"):
             budgets = [session.budget() for session in sessions]
             found, deepest = [one.copies[0] for one in budgets], [one.deepest[0] for one in budgets]
-            self._drafts, copies = self._pace.choose(found, [1 / len(sessions)] * len(sessions), deepest)
+            self._is_drafted, copies = self._pace.choose(found, [1 / len(sessions)] * len(sessions), deepest)
             parts = zip(budgets, copies, strict=True)
-            budgets = [replace(budget, drafted=self._drafts, copies=[one]) for budget, one in parts]
+            budgets = [replace(budget, drafted=self._is_drafted, copies=[one]) for budget, one in parts]
             for session in sessions:
-                session.draw_noise(self._drafts, timed)
-            seen = [session.unread(self._drafts) for session in sessions]
+                session.draw_noise(self._is_drafted, timed)
+            seen = [session.unread(self._is_drafted) for session in sessions]
             proposals = self._proposals(sessions, [one for one in seen if one is not None])
         trees: dict[int, DraftTree] = {}
         with timed.phase("grow"):
