@@ -183,8 +183,7 @@ def _phases(drafted: list[dict[str, Any]], several: bool) -> list[str]:
         ])  # fmt: skip
     about = (
         "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
-        "what transformers prepares. `not a forward`: all but draft and verify, over the round. `round`: one that was "
-        "compiled or captured whole, and is not taken apart."
+        "what transformers prepares. `not a forward`: all but draft and verify, over the round."
     )
     return [*_by_case(names, rows, drafted, several), "", about]
 
