@@ -119,7 +119,6 @@ class Seats:
         for seat in self.taken:
             held: Any = seat
             seat.session.verify = seat.session.cache = seat.session.pace = held
-            seat.session.drafter_state.state = seat.own[3]
         if count == 1:  # which runs as it does without seats
             like.verify, like.cache, self._pace = self._verify, self._verify.cache, self.taken[0].own[2]
             like.pace, like.drafter_state.state = self._pace, self._state or self.taken[0].own[3]

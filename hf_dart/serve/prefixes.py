@@ -84,9 +84,8 @@ class Prefixes:
         return (
             self._most > 0
             and reads_in_pieces(request)
-            and request.cached == 0
+            and not request.users_cache  # which is to be filled itself
             and not any(request.pads)
-            and request.prompt.shape[1] == request.total
             and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
             and not any(hasattr(part, "base_layer") for part in parts_of(request.model))  # adapters may be switched
         )

@@ -11,8 +11,10 @@ from support import compare
 from support.cases import SAMPLED
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
+from transformers import DynamicCache
 
 from hf_dart import Batcher, LookupDrafter
+from hf_dart.models.stock_steps import CACHE
 from hf_dart.serve import batcher as batcher_module
 from hf_dart.serve import prefixes as prefixes_module
 
@@ -104,6 +106,37 @@ def test_a_request_with_another_drafter() -> None:
         assert torch.equal(text, stock(target, ids, number))
         assert read == ids.shape[1] - (39 if number > 1 else 0)
     batcher.close()
+
+
+def test_a_cache_that_is_passed_in() -> None:
+    """It is filled, although the prompt's beginning is kept; once it is, no request that came before reads on in it."""
+    target = tiny_target("llama")
+    with Batcher(target) as batcher:
+        for number, ids in enumerate(with_system_prompt(3)):
+            cache = DynamicCache(config=target.config)
+            handles = [batcher.submit(ids, **SAMPLED, **{CACHE: cache}, seed=number) for _ in range(2)]
+            text = stock(target, ids, number)
+            assert torch.equal(handles[0].result(), text)
+            with pytest.raises(ValueError, match="Another call has filled this cache"):
+                handles[1].result()
+            assert cache.get_seq_length() == text.shape[1] - 1
+            batcher.submit(ids, **SAMPLED).result()
+
+
+def test_prompts_that_are_read_whole() -> None:
+    """Embeddings, which may differ where ids do not, and what is longer than its rotary frequencies were made for."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3, 4, 5]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 60, **factors}
+    target, ids = tiny_target("llama", rope_parameters=rope), with_system_prompt(3)
+    embeddings = target.get_input_embeddings()(ids[0]).detach()
+    asked = [({"input_ids": one}, 9) for one in ids]
+    asked += [({"input_ids": ids[0], "inputs_embeds": embeddings * factor}, 9) for factor in (1.0, 0.1, -1.0)]
+    asked.append(({"input_ids": torch.cat([ids[0], ids[0][:, :30]], dim=1)}, 1))  # one that needs no seat
+    with Batcher(target) as batcher:
+        for number, (inputs, most) in enumerate(asked):
+            options = {"do_sample": True, "top_k": 0, "max_new_tokens": most}
+            wanted = compare.run(target, inputs, number, **options)
+            assert torch.equal(batcher.submit(**inputs, **options, seed=number).result(), wanted.sequences)
 
 
 def test_a_target_that_changes() -> None:
