@@ -24,6 +24,8 @@ from transformers.cache_utils import Cache
 
 from hf_dart import Batcher, LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.models.stock_steps import CACHE
+from hf_dart.serve import batcher as batcher_module
+from hf_dart.serve import prefixes as prefixes_module
 
 SEEN = tally("float64, with images")
 WORDS = {"suppress_tokens": [43, 44, 45, 46, 47]}  # no image's tokens, of which another turn would want the image
@@ -48,12 +50,18 @@ def test_two_rows_with_images(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
-def test_requests_at_once(family: str) -> None:
-    """Of text after images of two sizes, and of text alone, which write what they write alone."""
+def test_requests_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of text after images of two sizes, and of text alone, which write what they write alone.
+
+    Whatever is read in pieces, or shared where prompts begin alike: images may differ where no token does.
+    """
+    for module, name in (batcher_module, "PIECE"), (prefixes_module, "_LEAST"):
+        monkeypatch.setattr(module, name, 4)
     target = multimodal_target(family)
     asked = [image_inputs(family, 1, turned=turned) for turned in (False, True)]
     asked.insert(1, {"input_ids": torch.tensor([[9, 8, 7, 6, 5]])})
     asked.append(image_inputs(family, 1, seed=4))
+    asked += [image_inputs(family, 1, image=image) for image in (1, 2)]
     stock = [run(target, inputs, number, **SAMPLED).sequences for number, inputs in enumerate(asked)]
     attach(target)
     with Batcher(target, seats=3, drafter=tiny_head(target)) as batcher:

@@ -123,6 +123,9 @@ def test_texts_under_load_are_those_of_stock(target: Any, service: Service, clie
     for number, answer in enumerate(answers):
         assert answer == [stocks(target, number, seed, 40) for seed in (number, number + 1)]
     assert {end for answer in answers for _, end in answer} == {"stop", "length"}
+    number, text = next((number, answer[0][0]) for number, answer in enumerate(answers) if answer[0][1] == "stop")
+    given = {"model": NAME, "prompt": PROMPT, "max_tokens": len(text) + 1, "seed": number, **CALLS[number][0]}
+    assert joined([client.completions.create(**given)]) == [(text, "stop")], "with the last token that it may have"
     rounds = read(service, "spec_decode_num_drafts_total")
     assert read(service, "spec_decode_num_accepted_tokens_total") > drafted + 0.05 * rounds
 
@@ -180,9 +183,9 @@ def test_stop_strings(target: Any, service: Service, client: Any) -> None:
     stop, other = text[20:23], text[30:31]
     cut = min(text.index(stop), text.index(other))
     given = {"model": NAME, "prompt": PROMPT, "max_tokens": 60, "seed": 5, "temperature": 1, "stop": [stop, other]}
-    answer = client.completions.create(**given)
+    answer = client.completions.create(**given, logprobs=0)
     assert joined([answer]) == [(text[:cut], "stop")]
-    assert answer.usage.completion_tokens < 35
+    assert len(answer.choices[0].logprobs.tokens) == answer.usage.completion_tokens < 35
     assert joined(client.completions.create(**given, stream=True)) == [(text[:cut], "stop")]
     wait_for(lambda: service.batcher.running == 0)
 
@@ -210,6 +213,8 @@ def test_log_probabilities(target: Any, client: Any, sampled: bool) -> None:
     told = answer.logprobs
     assert "".join(told.tokens) == answer.text
     assert told.text_offset == list(range(12))
+    parts = client.completions.create(prompt=PROMPT, logprobs=3, **given, stream=True)
+    assert [place for part in parts for place in part.choices[0].logprobs.text_offset] == told.text_offset
     ids = torch.tensor([TOKENIZER(PROMPT + answer.text)["input_ids"]])
     with torch.no_grad():
         expected = target(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
