@@ -124,19 +124,23 @@ def test_a_cache_that_is_passed_in() -> None:
 
 
 def test_prompts_that_are_read_whole() -> None:
-    """Embeddings, which may differ where ids do not, and what is longer than its rotary frequencies were made for."""
+    """Embeddings and padding, which may differ where ids do not, and what needs other rotary frequencies."""
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3, 4, 5]}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 60, **factors}
-    target, ids = tiny_target("llama", rope_parameters=rope), with_system_prompt(3)
-    embeddings = target.get_input_embeddings()(ids[0]).detach()
-    asked = [({"input_ids": one}, 9) for one in ids]
-    asked += [({"input_ids": ids[0], "inputs_embeds": embeddings * factor}, 9) for factor in (1.0, 0.1, -1.0)]
-    asked.append(({"input_ids": torch.cat([ids[0], ids[0][:, :30]], dim=1)}, 1))  # one that needs no seat
-    with Batcher(target) as batcher:
-        for number, (inputs, most) in enumerate(asked):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30, **factors}
+    target, moving = tiny_target("llama"), tiny_target("llama", rope_parameters=rope)
+    ids = with_system_prompt(3)
+    embeddings, mask = target.get_input_embeddings()(ids[0]).detach(), torch.ones_like(ids[2])
+    mask[:, :20] = 0
+    asked: list[tuple[Any, dict[str, Tensor], int]] = [(target, {"input_ids": one}, 9) for one in ids]
+    asked += [(target, {"input_ids": ids[0], "inputs_embeds": embeddings * factor}, 9) for factor in (0.1, -1.0)]
+    asked += [(target, {"input_ids": ids[2], "attention_mask": mask}, 9)]
+    asked += [(moving, {"input_ids": ids[0]}, 1)]  # no more tokens, as no seat takes it
+    with Batcher(target) as one, Batcher(moving) as other:
+        for number, (model, inputs, most) in enumerate(asked):
             options = {"do_sample": True, "top_k": 0, "max_new_tokens": most}
-            wanted = compare.run(target, inputs, number, **options)
-            assert torch.equal(batcher.submit(**inputs, **options, seed=number).result(), wanted.sequences)
+            wanted = compare.run(model, inputs, number, **options)
+            handle = (one if model is target else other).submit(**inputs, **options, seed=number)
+            assert torch.equal(handle.result(), wanted.sequences)
 
 
 def test_a_target_that_changes() -> None:
