@@ -61,7 +61,8 @@ def test_generators_and_caches_that_are_handed_back(family: str, first: bool) ->
     request = (prompts([9]), {"do_sample": True, "top_k": 0, "max_new_tokens": 24})
     cache, generator = DynamicCache(config=target.config), torch.Generator().manual_seed(5)
     session = opened(target, generator, assistant=head, **{CACHE: cache}, **request[0], **request[1])
-    beside = opened(target, assistant=head, **prompts([4]), do_sample=False, max_new_tokens=60)
+    other = (prompts([4]), {"do_sample": False, "max_new_tokens": 60})
+    beside = opened(target, assistant=head, **other[0], **other[1])
     for one in (session, beside) if first else (beside, session):
         seats.take(one)
         seats.round()
@@ -75,6 +76,9 @@ def test_generators_and_caches_that_are_handed_back(family: str, first: bool) ->
     inputs = next_turn_of(request[0], text)
     drafts = [first_draft(target, head, inputs, one) for one in (cache, DynamicCache(config=target.config))]
     torch.testing.assert_close(*drafts, rtol=1e-5, atol=1e-5)  # the drafter's state is the call's own, too
+    while seats.taken:
+        seats.round()
+    assert torch.equal(close_call(beside), stocks(target, other, 0)), "a call that goes takes nothing of another one"
 
 
 def test_calls_that_no_seat_takes(target: Any, head: DartHead) -> None:
