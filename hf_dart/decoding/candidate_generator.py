@@ -51,7 +51,7 @@ class DartCandidateGenerator(CandidateGenerator):
         self.model_kwargs_overrides = features_request(drafter.feature_layers)
         self.stats = DraftStats()
         self._drafter, self._processors, self._pads = drafter, processors, pads
-        self._depth = min(drafter.tree_config.depth or drafter.draft_length, drafter.draft_length)
+        self._depth = drafter.tree_config.resolve_depth(drafter.draft_length)
         self._last_position = position_limit(target)
         self._cache_name = cache_name(target)
         self._max_length = int(generation_config.max_length)

@@ -64,7 +64,7 @@ class TreeGrower:
     ) -> None:
         self._drafter, self._config, self._texts = drafter, config, texts
         self._ends = sorted(ends)
-        self.depth = min(config.depth or drafter.draft_length, drafter.draft_length)
+        self.depth = config.resolve_depth(drafter.draft_length)
         self._most = config.resolve_nodes(len(texts), device.type)  # nodes per row
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None

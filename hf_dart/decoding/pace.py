@@ -81,7 +81,10 @@ class PaceRecord:
     rounds: int = 0  # drafted since the last pause
     gained: float = 0.0  # tokens that drafts brought in them beyond copies, less what they cost
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
-    beside: tuple[float, float] = (_TRIAL, _TRIAL)  # tokens that drafts added beside copies, and that were expected
+    beyond_copies: tuple[float, float] = (
+        _TRIAL,
+        _TRIAL,
+    )  # that drafts added, and that were expected
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
     draft_costs: tuple[float, ...] = ()  # of the last drafts, where they are timed
     looked: tuple[float, ...] = ()  # share of looking for copies in the time of the last rounds without a draft
@@ -144,7 +147,7 @@ class Pace:
         new = PaceRecord(self._prior, none, sizes + 1, sizes)
         self._record = record = copy.deepcopy(own or next(alike, new))
         if own is None:
-            kept = {name: getattr(record, name) for name in ("beside", "looked", "draft_costs")}
+            kept = {name: getattr(record, name) for name in ("beyond_copies", "looked", "draft_costs")}
             self._record = PaceRecord(none, none, record.correction, record.timed, **kept)
             self._try(record.chances)
         elif record.paid:
@@ -200,9 +203,9 @@ class Pace:
             return not self._chooses, copies
         cost = self._cost_of_drafting()
         self._expects = [self._expected(one, most) for one, most in zip(copies, deepest, strict=True)]
-        beside = max(record.beside[0] / record.beside[1], 0.0)
+        beyond = max(record.beyond_copies[0] / record.beyond_copies[1], 0.0)
         rows = zip(weights, copies, self._expects, strict=True)
-        added = sum(weight * more * (beside if self._alone and one else 1.0) for weight, one, more in rows)
+        added = sum(weight * more * (beyond if self._alone and one else 1.0) for weight, one, more in rows)
         # The first drafts of a process take longer than others; what adds little is not timed that often.
         costs = record.draft_costs
         unknown = "draft_cost" in self._timed and len(costs) < _TIMED_DRAFTS and not record.pauses
@@ -210,8 +213,8 @@ class Pace:
         trial = (unknown or not record.rounds) and not likely
         drafted = trial or added >= cost * tokens / self._copies_cost
         if self._alone and not drafted:
-            came, expected = (known + (_TRIAL - known) / _COMPARED for known in record.beside)
-            record.beside = came, expected
+            came, expected = (known + (_TRIAL - known) / _COMPARED for known in record.beyond_copies)
+            record.beyond_copies = came, expected
         if not (drafted or likely) and self._drafts_bring() < cost:  # drafts pay in no other rounds
             record.paused, record.pauses = 0, record.pauses + 1
         return drafted, copies
@@ -314,9 +317,9 @@ class Pace:
         if right is None:
             self._compared.append(one)
         elif one.nodes and one.copies:
-            came, expected = (known * (1 - one.weight / _COMPARED) for known in self._record.beside)
+            came, expected = (known * (1 - one.weight / _COMPARED) for known in self._record.beyond_copies)
             more = one.emitted - min(right + 1, one.limit)
-            self._record.beside = came + one.weight * more, expected + one.weight * one.expected
+            self._record.beyond_copies = came + one.weight * more, expected + one.weight * one.expected
         return right
 
     def _learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:

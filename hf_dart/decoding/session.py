@@ -89,7 +89,7 @@ class Session:
         self.aside = partial(put_back, rows.device) if from_default else nullcontext
         if noise is not None:
             noise.begin()
-        depth = min(config.depth or request.drafter.draft_length, request.drafter.draft_length)
+        depth = config.resolve_depth(request.drafter.draft_length)
         # Of processes that share a target, only the one whose call was interrupted would have learnt from it.
         records = None if is_shared(request.model) else request.drafter.pace_records
         self.pace = pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)

@@ -43,7 +43,7 @@ class Student:
 
     def __init__(self, head: Any) -> None:
         self.head, self.names = head, trained_names(head)
-        self._depth = min(head.tree_config.depth or head.draft_length, head.draft_length)
+        self._depth = head.tree_config.resolve_depth(head.draft_length)
         self.generator = torch.Generator().manual_seed(0)  # of all that is drawn; the global ones are not moved
         self.frozen, self.learnt = self._copied(), self._copied()
         self.begin_again()

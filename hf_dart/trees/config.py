@@ -121,6 +121,10 @@ class TreeConfig:
         """One path of `depth` tokens: the width-1 tree."""
         return cls(nodes=depth + 1, depth=depth, top_k=1, beam=1, lookup=0)
 
+    def resolve_depth(self, draft_length: int) -> int:
+        """Depth of the deepest node that is drafted, by a drafter of `draft_length` tokens."""
+        return min(self.depth or draft_length, draft_length)
+
     def resolve_nodes(self, batch_size: int, device_type: str) -> int:
         """Most nodes per row in a batch of `batch_size` rows."""
         if self.nodes is not None:

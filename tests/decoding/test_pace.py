@@ -118,11 +118,11 @@ def test_drafts_are_not_compared_with_text_that_has_a_gap() -> None:
     for left_out in (True, False):
         pace = pace_of(TreeConfig(draft_cost=0.1, node_cost=0.01))
         assert play(pace, {True: [2]}, 6, [chain_of([7] * 4, log(0.6))], [0])
-        before = pace._record.beside
+        before = pace._record.beyond_copies
         if left_out:
             pace.leave_out()
         pace.count(False, [[5]], [50], 1, 0, {})
-        found.append(pace._record.beside == before)
+        found.append(pace._record.beyond_copies == before)
     assert found == [True, False]
 
 
