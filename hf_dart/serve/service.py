@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_dart.decoding.api import requested
 from hf_dart.decoding.suffix_store import SuffixStore
 from hf_dart.drafters.compatibility import unwrapped
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import as_user_error, sentence
 from hf_dart.models.tokenizers import end_tokens
 from hf_dart.serve.batcher import MAX_TOKENS, Batcher
 from hf_dart.serve.metrics import Metrics
@@ -63,11 +63,9 @@ class Service:
         self.taken = 0  # texts that are being written or wait
         self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.max_tokens)
         token = torch.ones(1, 1, dtype=torch.long, device=self.batcher.device)
-        try:
+        about = "No request can be answered with the target's generation_config; change it there"
+        with as_user_error(ValueError, about=about):
             requested(unwrapped(model), token, attention_mask=token, assistant=drafter, tokenizer=tokenizer)
-        except ValueError as error:
-            about = "No request can be answered with the target's generation_config; change it there"
-            raise UserError(f"{about}: {sentence(error)}") from error
         gauges: dict[str, Callable[[], float]] = {
             "num_requests_running": lambda: self.batcher.running,
             "num_requests_waiting": lambda: self.batcher.waiting,
