@@ -38,7 +38,7 @@ def unwrapped(model: Any) -> Any:
 def check_compatible(config: Any, target: PreTrainedModel, tokenizer: Any = None) -> None:
     """Raise a `ValueError` that names both sides if a drafter's config does not fit a target or its tokenizer."""
     made_for = config.made_for
-    embeddings, lm_head = lent_modules(target)
+    embeddings, lm_head = lent_modules(unwrapped(target))
     table = table_of(embeddings)
     text = target.config.get_text_config(decoder=True)
     has = {

@@ -211,6 +211,10 @@ def test_mistakes_get_one_sentence_and_write_nothing(
         (["--drafter", "foo", "--help"], "drafter is 'foo'"),
         (["--output_dir", f"{PACKAGED_HEAD}/config.json/run"], "Not a directory"),
         (["--report_to", "clearml"], "to be installed); install it, or change the option"),
+        (["--learning_rate=-1"], "learning_rate is -1.0; give 0 or more"),
+        (["--neftune_noise_alpha", "5"], "Drafters are trained without neftune_noise_alpha; leave it out"),
+        (["--debug", "underflow_overflow"], "without debug; leave it out"),
+        (["--early_stopping_patience", "2", "--eval_strategy", "no"], "counts evaluations; give eval_strategy"),
     ):
         assert main(["train", str(recipe), *words]) == 2
         shown = capsys.readouterr().err.splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from support.families import HYBRIDS
 from support.sentences import refused
 from support.tiny_training import ROWS, changed, copies, tiny_head, tiny_target, tiny_trainer, token_rows, trainer_on
@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, TrainingArguments
 
 from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, TreeConfig, attach
 from hf_dart.training import DartTrainer, DartTrainingArguments, DecodingCallback, DiffusionTrainer, EagleTrainer
+from hf_dart.training.trainers.trainer import DrafterTrainer
 
 PROMPT, LENGTH = 4, 40  # tokens of what a target continues, and of its text
 
@@ -66,16 +67,32 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(value, results[1][1][name], rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_what_is_taken_from_other_trainers(tmp_path: Path) -> None:
     target = tiny_target()
     plain = TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(TypeError, match="takes DartTrainingArguments, not TrainingArguments"):
         DartTrainer(tiny_head(target), target, plain, train_dataset=ROWS)  # type: ignore[arg-type]
-    for texts in ([{"text": "a"}], ["documents are text"]):
-        with pytest.raises(TypeError, match=r"is a list of documents.*from_dict"):
+    for texts in ([{"text": "a"}], ["documents are text"], ({"text": "a"},), []):
+        with pytest.raises(TypeError, match=r"The first row is .*from_dict"):
             trainer_on(tmp_path, texts)
+    given = DartTrainingArguments(str(tmp_path), use_cpu=True)
+    for name in ("compute_metrics", "compute_loss_func", "model_init"):
+        taken: Any = partial(DartTrainer, tiny_head(target), target, given, **{name: print})
+        refused(taken, TypeError, f"DartTrainer has a drafter, loss and metrics already; leave {name} out")
+    refused(partial(DartTrainer, tiny_head(target), "Qwen/Qwen3-8B", given), TypeError, "is no model of transformers")
+    with pytest.raises(TypeError, match="block_states"):
+        DrafterTrainer(tiny_head(target), target, given)  # type: ignore[abstract]
+    for name, value in (("include_for_metrics", ["inputs"]), ("gradient_checkpointing", True)):
+        refused(partial(DartTrainingArguments, str(tmp_path), **{name: value}), ValueError, f"without {name}; leave")
     with pytest.raises(TypeError, match=r"the splits train, test; give one, such as data\['train'\]"):
         trainer_on(tmp_path, {"train": ROWS, "test": ROWS})  # type: ignore[arg-type]
+    wrapped = get_peft_model(tiny_head(target), LoraConfig(target_modules=["q_proj"]))
+    refused(
+        partial(DartTrainer, wrapped, target, given),
+        TypeError,
+        "not a PeftModel; give that, with LoRA by its own",
+    )
     for kind in (DartTrainer, EagleTrainer, DiffusionTrainer):
         settings = kind.training_arguments(str(tmp_path), use_cpu=True)
         swapped: Any = partial(kind, target, tiny_head(target), settings)

@@ -13,6 +13,11 @@ from hf_dart.errors import check_fields
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.options import option
 
+_WITHOUT_USE = (
+    "batch_eval_metrics", "debug", "gradient_checkpointing", "include_for_metrics", "label_smoothing_factor",
+    "neftune_noise_alpha", "remove_unused_columns", "use_liger_kernel",
+)  # fmt: skip
+
 
 @dataclass
 class TargetArguments:
@@ -116,8 +121,13 @@ class DrafterTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise bf16 would require a GPU
+        for name in _WITHOUT_USE:
+            if getattr(self, name):
+                raise ValueError(f"Drafters are trained without {name}; leave it out.")
         self.early_stopping_patience = self.early_stopping_patience or None
         if self.early_stopping_patience is not None:
+            if self.eval_strategy == "no":
+                raise ValueError("early_stopping_patience counts evaluations; give eval_strategy and what it asks for.")
             self.metric_for_best_model = self.metric_for_best_model or "tau"
             self.load_best_model_at_end = True
         sharded = str(self.__dict__["fsdp"]).lower()
@@ -125,7 +135,8 @@ class DrafterTrainingArguments(TrainingArguments):
             self.__dict__["fsdp"] = sharded == "true"
         super().__post_init__()
         ones = ("anchors_per_row", "decode_prompt_tokens", "early_stopping_patience", "gradient_accumulation_steps")
-        least = {**dict.fromkeys(ones, 1), "decode_prompts": 0, "loss_chunk": 0}
+        zeros = ("decode_prompts", "learning_rate", "loss_chunk", "muon_learning_rate", "weight_decay")
+        least = {**dict.fromkeys(ones, 1), **dict.fromkeys(zeros, 0)}
         check_fields(self, least=least, choices={"loss": list(PRESETS)})
         _ = self.objective  # raises if a field is out of range
 

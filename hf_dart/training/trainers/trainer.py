@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from abc import abstractmethod
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -39,12 +39,13 @@ from hf_dart.training.trainers.teacher import Teacher
 
 _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
 _PATIENCE = 10  # steps without anything to train on, after which training stops
+_OWN = ("compute_loss_func", "compute_metrics", "model_init", "preprocess_logits_for_metrics")  # of `Trainer`
 _NO_BLOCKS = "no row is longer than a draft, or no token counts; give longer documents or a smaller draft_length."
 
 AnyDrafter = TypeVar("AnyDrafter", bound=TrainedDrafter)
 
 
-class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
+class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
     """A `Trainer` of a drafter, on blocks that begin after random anchors of the rows.
 
     The loss of a step is a mean over all its blocks, however they are spread over micro-batches and processes.
@@ -94,6 +95,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         if not isinstance(args, self.training_arguments):
             wanted, given = self.training_arguments.__name__, type(args).__name__
             raise TypeError(f"{type(self).__name__} takes {wanted}, not {given}; give {wanted}(output_dir, ...).")
+        for name in _OWN:
+            if kwargs.get(name) is not None:
+                raise TypeError(f"{type(self).__name__} has a drafter, loss and metrics already; leave {name} out.")
         self.check_drafter(drafter)
         drafter.bind(target)
         if drafter.lm_head is not None and any(weight.requires_grad for weight in drafter.lm_head.parameters()):
@@ -150,17 +154,20 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Raise a `TypeError` for anything but a drafter of the kind that is trained here."""
         if not isinstance(drafter, cls.drafter_class):
             wanted, given = cls.drafter_class.__name__, type(drafter).__name__
-            raise TypeError(f"{cls.__name__} trains a {wanted}, not a {given}; give that, then its target.")
+            trainer = f"{cls.__name__} trains a {wanted}, not a {given}"
+            raise TypeError(f"{trainer}; give that, with LoRA by its own add_adapter, then its target.")
 
     def _packed(self, data: Any) -> Any:
         """Pack the documents of data sets; packed rows, and the names of sets to evaluate, stay as they are."""
         if isinstance(data, dict):
             return {name: self._packed(one) for name, one in data.items()}
-        if isinstance(data, list) and data and (isinstance(data[0], str) or "documents" not in data[0]):
-            raise TypeError("The data set is a list of documents; give datasets.Dataset.from_dict({'text': texts}).")
         if getattr(data, "column_names", ()) is None:  # a stream of `datasets` that was mapped
             data = data._resolve_features()
         columns = getattr(data, "column_names", None)  # of `datasets`
+        if columns is None and hasattr(data, "__len__") and not isinstance(data, str):
+            first = next(iter(data), None)
+            if not isinstance(first, Mapping) or "documents" not in first:
+                raise TypeError(f"The first row is {first!r:.40}; give datasets.Dataset.from_dict({{'text': texts}}).")
         return data if columns is None or "documents" in columns else self._pack(data)
 
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
