@@ -28,7 +28,7 @@ from hf_dart.bench.profiling import Profile
 from hf_dart.hub.loading import load_target
 from hf_dart.hub.tables import as_table
 from hf_dart.training.recipe import read_recipe
-from hf_dart.training.run import FINAL, run
+from hf_dart.training.run import run
 
 _NAMES = {"dart": "DART", "eagle": "EAGLE"}
 Costs = dict[str, dict[int, Profile]]
@@ -37,7 +37,7 @@ Costs = dict[str, dict[int, Profile]]
 
 def train(kind: str, arguments: argparse.Namespace) -> Path:
     """The folder of a trained drafter, which is trained unless it lies there already."""
-    final = arguments.output / kind / FINAL
+    final = arguments.output / kind / "final"
     if not final.is_dir():
         options = {
             "drafter": kind,

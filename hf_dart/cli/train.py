@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.cli.common import check_folder, say
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import as_user_error
 
 
 def add(commands: Any) -> None:
@@ -21,20 +21,15 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.training import recipe
-    from hf_dart.training.run import run
+    from hf_dart.training.run import LACKS, run
 
-    try:
+    with as_user_error(ValueError, OSError, FloatingPointError), as_user_error(ImportError, about=LACKS):
         if {"-h", "--help"} & set(arguments.options):
             recipe.parser(recipe.drafter_of(arguments.options)).print_help()
             return 0
         options = recipe.read_recipe(arguments.options)
         check_folder(Path(options.training.output_dir))
         final, metrics = run(options, say)
-    except (ValueError, OSError, FloatingPointError) as error:
-        raise UserError(sentence(error)) from error
-    except ImportError as error:
-        lacks = sentence(error).rstrip(".")
-        raise UserError(f"A package is missing ({lacks}); install it, or leave out the option that asks.") from error
     if options.training.should_log:
         tau = f", tau {metrics['eval_tau']:.2f}" if "eval_tau" in metrics else ""
         say(f"The head is in {final}{tau}. Next:")

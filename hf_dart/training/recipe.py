@@ -123,5 +123,6 @@ def _as_flags(options: dict[str, Any]) -> list[str]:
         if isinstance(value, list):
             words += [f"--{name}", *map(str, value)]
         elif value is not None:
+            value = "no" if value is False and name.endswith("_strategy") else value  # YAML's false is `no`, too
             words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return words

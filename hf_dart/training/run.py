@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from huggingface_hub import constants
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dart.drafters.registry import trainers
-from hf_dart.errors import sentence
+from hf_dart.errors import as_user_error, refuse_unknown
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.loading import load_target
 from hf_dart.training.checkpoints import newest_checkpoint, whole
@@ -28,9 +27,8 @@ from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterAr
 from hf_dart.training.trainers.trainer import DrafterTrainer
 from hf_dart.trees.config import TreeConfig
 
-FINAL = "final"
-"""Folder of a run that holds the trained head."""
 _OF_NO_USE = {"recipe.yaml", "runs", "logs"}  # what a run leaves that ended before its first checkpoint was whole
+LACKS = "Install what is missing, or leave out the option that asks for it"  # a package is not there
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
 
 
@@ -58,19 +56,16 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
         if args.should_log:
             say(f"The draft vocabulary of {size} tokens covers {covered:.1%} of the text that is learned.")
     head = apply_lora(head, recipe.lora)
-    try:
+    with as_user_error(RuntimeError, about=LACKS):  # as transformers says that what report_to names is not installed
         trainer = trainer_of(recipe.head.drafter)(head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
-    except RuntimeError as error:  # as transformers says that what report_to names is not installed
-        lacks = sentence(error)
-        raise ValueError(f"Training lacks something ({lacks}); install it, or change the option.") from error
+    if best := args.metric_for_best_model:
+        refuse_unknown([best.removeprefix("eval_")], trainer.figure_names(), "Evaluations give no", ValueError)
     trainer.recipe = recipe.given
     if args.should_save and checkpoint is None:
-        folder = Path(args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.given, sort_keys=False), encoding="utf8")
+        Path(args.output_dir, "recipe.yaml").unlink(missing_ok=True)  # of a run that left no checkpoint
     trainer.train(resume_from_checkpoint=checkpoint)
     metrics = {} if eval_rows is None else _evaluation(trainer)
-    final = Path(args.output_dir, FINAL)
+    final = Path(args.output_dir, "final")
     with whole(final):
         trainer.save_model(str(final), _internal_call=True)
     if args.push_to_hub:
@@ -117,15 +112,12 @@ def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
 
 def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     """Return the model and its tokenizer."""
-    options: dict[str, Any] = {
-        "attn_implementation": arguments.attn_implementation,
-        "revision": arguments.target_revision,
-    }
+    known = {"attn_implementation": arguments.attn_implementation, "revision": arguments.target_revision}
+    options: dict[str, Any] = {name: value for name, value in known.items() if value is not None}
     if arguments.quantization:
         options["quantization_config"] = json_object("quantization", arguments.quantization, '{"load_in_4bit": true}')
-    given = {name: value for name, value in options.items() if value is not None}
     places = arguments.device_map or (None if device.type == "cpu" else {"": device})
-    return load_target(arguments.target, arguments.dtype, places, tokenizer=arguments.tokenizer, **given)
+    return load_target(arguments.target, arguments.dtype, places, tokenizer=arguments.tokenizer, **options)
 
 
 def _head(

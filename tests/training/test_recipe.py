@@ -32,6 +32,8 @@ def test_flags_override_a_recipe_and_mistakes_in_it_are_refused(tmp_path: Path) 
     file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "train_data": ["a.txt"], "fsdp": False}))
     assert read_recipe([str(file)]).training.fsdp in (False, None)  # in a recipe it is a word
     assert read_recipe([str(file), "--fsdp", "true"]).training.fsdp is True
+    file.write_text("output_dir: x\ntrain_data: [a.txt]\nsave_strategy: no")  # of which YAML makes false
+    assert read_recipe([str(file)]).training.save_strategy == "no"
     for content, says in (
         ("train_dat: [x]", "did you mean 'train_data'?"),
         ("zzzzzzzz: 1", "--help' lists all"),

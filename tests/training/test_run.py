@@ -210,21 +210,23 @@ def test_mistakes_get_one_sentence_and_write_nothing(
         (["--selector_rank", "8"], "only selector_only trains"),
         (["--drafter", "foo", "--help"], "drafter is 'foo'"),
         (["--output_dir", f"{PACKAGED_HEAD}/config.json/run"], "Not a directory"),
-        (["--report_to", "clearml"], "to be installed); install it, or change the option"),
+        (["--report_to", "clearml"], "Install what is missing, or leave out the option that asks for it: ClearML"),
         (["--learning_rate=-1"], "learning_rate is -1.0; give 0 or more"),
         (["--neftune_noise_alpha", "5"], "Drafters are trained without neftune_noise_alpha; leave it out"),
         (["--debug", "underflow_overflow"], "without debug; leave it out"),
         (["--early_stopping_patience", "2", "--eval_strategy", "no"], "counts evaluations; give eval_strategy"),
+        (["--metric_for_best_model", "eval_tao"], "Evaluations give no 'tao'; did you mean 'tau'?"),
+        (["--adam_beta1", "2"], "Invalid beta parameter"),
     ):
         assert main(["train", str(recipe), *words]) == 2
         shown = capsys.readouterr().err.splitlines()
         assert shown[-1].startswith("hf-dart: ")
         assert says in shown[-1]
-        assert not run_of(recipe).exists()
+        assert not [*run_of(recipe).glob("*")]
 
     def lacking(words: list[str]) -> None:
         raise PackageNotFoundError("deepspeed>=0.9.3")
 
     monkeypatch.setattr("hf_dart.training.recipe.read_recipe", lacking)
     assert main(["train", str(recipe), "--deepspeed", "x.json"]) == 2
-    assert "deepspeed>=0.9.3); install it, or leave out the option that asks" in capsys.readouterr().err
+    assert "Install what is missing, or leave out the option that asks for it: No package" in capsys.readouterr().err

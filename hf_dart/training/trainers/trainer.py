@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
+import yaml
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import EvalPrediction, PreTrainedModel
@@ -340,10 +341,18 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
         taus = {f"tau_{name}": one["tau"] for name, one in zip(self.passes[1:], others, strict=True) if "tau" in one}
         return {"loss": loss / items, **first, **taus}
 
+    def figure_names(self) -> set[str]:
+        """Names of what evaluations may give, without their prefix "eval_"."""
+        counts = np.ones((1, len(self.passes) * (4 + 2 * self.drafter.draft_length)))
+        return {"tau_decoded", *self._figures(EvalPrediction(counts, np.ones((1, 2))))}
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the drafter, and in the same folder the record of its training (training.json)."""
+        """Save the drafter, the record of its training beside it (training.json), and the recipe of the run once."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
+            kept = Path(self.args.output_dir, "recipe.yaml")
+            if self.recipe is not None and not kept.exists():
+                kept.write_text(yaml.safe_dump(self.recipe, sort_keys=False), encoding="utf8")
             file = Path(output_dir or self.args.output_dir, TRAINING_RECORD)
             file.write_text(json.dumps(training_record(self), indent=2) + "\n", encoding="utf8")
 
