@@ -60,9 +60,9 @@ def test_a_template_that_drops_thoughts_gives_a_document_for_each_turn(enable_th
 def test_messages_of_other_kinds_are_understood_or_refused() -> None:
     with pytest.raises(ValueError, match=r"mark them in the template with \{% generation %\}"):
         ChatFormat(chat_tokenizer(OTHER_PROMPT)).encode(CONVERSATION)
-    refused(lambda: ChatFormat(chat_tokenizer(None)), ValueError, "has no chat template; give one with chat_template")
+    refused(lambda: ChatFormat(chat_tokenizer(None)), ValueError, "has no chat template; set its chat_template")
     picky = "{% if messages[0].role != 'user' %}{{ raise_exception('Users speak first') }}{% endif %}" + PLAIN
-    with pytest.raises(ValueError, match=r"roles system, user \(Users speak first\); leave such"):
+    with pytest.raises(ValueError, match=r"messages of system, user \(Users speak first\); mend it"):
         ChatFormat(chat_tokenizer(), picky).encode(CONVERSATION)
     refused(lambda: as_messages([{"speaker": "a", "content": "b"}]), ValueError, r"has the fields .*'speaker'")
     turns = [{"from": "human", "value": "Hi.", "role": None}, {"from": "gpt", "value": "Hello."}]

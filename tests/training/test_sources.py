@@ -166,7 +166,7 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
     cannot(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; fix the path")
     cannot(str(tmp_path / "*.none"), "files of one ending, of .*, and names none; fix it")
     cannot("someone/nothing", "The dataset 'someone/nothing' cannot be read")
-    cannot(lines({"body": "x"}), "has no field .*'text', only 'body'; name the one .* text_field")
+    cannot(lines({"body": "x"}), "has no field .*'text', only 'body'; rename one .*, or name the one .* text_field")
     cannot(lines({"text": "x" * 99}), "has no field 'body', only 'text'", text_field="body")
     cannot(lines({"text": ["x"]}), "holds list in 'text', not text")
     cannot(lines({"messages": "hello"}), "no messages|no chat template")

@@ -40,8 +40,8 @@ def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> A
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # a template is a program
         roles = " ".join(", ".join(dict.fromkeys(str(message["role"]) for message in messages)).split())
-        why = f"{roles} ({sentence(error)})"
-        raise ValueError(f"The chat template takes no roles {why}; leave such out, or give a chat_template.") from error
+        why = f"{roles} ({sentence(error).rstrip('.')})"
+        raise ValueError(f"The chat template does not take messages of {why}; mend it, or leave such out.") from error
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class ChatFormat:
 
     def __post_init__(self) -> None:
         if not (self.template or self.tokenizer.chat_template):
-            raise ValueError("The tokenizer has no chat template; give one with chat_template (--chat-template).")
+            raise ValueError("The tokenizer has no chat template; set its chat_template, or give --chat-template.")
 
     @property
     def template_text(self) -> str:

@@ -189,8 +189,8 @@ def _field(arguments: DataArguments, source: Source) -> tuple[str, str]:
             return kind, name
     raise ValueError(
         f"{source.name} has no field {' nor '.join(repr(name) for _, name in asked)}, only "
-        f"{', '.join(map(repr, source.columns))}; name the one that holds the text with text_field, or the "
-        "conversation with messages_field."
+        f"{', '.join(map(repr, source.columns))}; rename one (rename_column), or name the one that holds the text "
+        "with text_field, or the conversation with messages_field."
     )
 
 
