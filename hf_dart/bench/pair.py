@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_dart.errors import UserError, as_user_error, missing_folder
-from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD, head_path, load_target
+from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD, load_target
 
 
 class Pair(NamedTuple):
@@ -109,6 +109,5 @@ def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -
     """Load a head for a target as `load_pair` does; `dtype` None is the target's, "auto" as the head was saved."""
     from hf_dart.decoding.load_drafter import load_drafter
 
-    path = head_path(path)
     with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):
         return load_drafter(path, target=model, tokenizer=tokenizer, dtype=dtype)

@@ -32,7 +32,7 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     drafts ([`LookupDrafter`]), that of earlier calls too ([`SuffixStore`]), as a warning says.
 
     Args:
-        path: a folder or a Hub repository, or "auto".
+        path: a folder or a Hub repository, "auto", or "packaged" for the head that comes with the package.
         default: let every later `generate` of `target` draft with it, as `hf_dart.attach(target, drafter)` does.
         options: as for the `from_pretrained` of [`DartHead`] and the others: target, tokenizer, revision, token, ...
 
@@ -49,6 +49,7 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
         raise ValueError(f"{asked} needs the target that shall draft; pass target=model.")
     if path == _AUTO:
         return _best_drafter(default, **options)
+    path = head_path(path)
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     content = head_config(path, **where)[0]
     kinds, names = registered(), cache(partial(tensor_names, path, **where))
@@ -66,7 +67,7 @@ def _best_drafter(default: bool, target: PreTrainedModel, **options: Any) -> Any
     model, reasons = unwrapped(target), list[str]()
     for known in published_drafters(model.config)[1]:
         try:
-            return load_drafter(head_path(known["repository"]), default=default, target=target, **options)
+            return load_drafter(known["repository"], default=default, target=target, **options)
         except (OSError, ValueError) as reason:
             reasons.append(f"{known['repository']} is not used: {sentence(reason)}")
             _LOGGER.info(reasons[-1])

@@ -9,9 +9,11 @@ import pytest
 import torch
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
+from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead, LookupDrafter, load_drafter
 from hf_dart.decoding import load_drafter as module
+from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD, PACKAGED_TARGET
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 
@@ -60,6 +62,11 @@ def test_why_the_first_one_is_not_used(
     known_are(tmp_path, monkeypatch=monkeypatch)
     assert isinstance(load_drafter("auto", target=target, draft_window=3), LookupDrafter)
     assert f"can be loaded ({tmp_path} is not used: draft_window is 3; give " in caplog.messages[-1]
+
+
+def test_the_packaged_one_by_the_name_that_commands_take() -> None:
+    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype="float32")
+    assert load_drafter(PACKAGED, target=target).name_or_path == str(PACKAGED_HEAD)
 
 
 def test_whose() -> None:
