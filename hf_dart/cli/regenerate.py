@@ -15,7 +15,6 @@ from hf_dart.cli import common
 from hf_dart.errors import as_user_error
 from hf_dart.hub.loading import load_target, load_tokenizer
 
-_OF_THE_MODEL = ("attn_implementation", "quantization")  # and of what it writes
 _EVERY = 10.0  # seconds between lines that say how far it is
 
 
@@ -41,8 +40,8 @@ def add(commands: Any) -> None:
     positive = common.positive
     writing.add_argument("--length", type=positive, default=2048, help="tokens of a row (default: %(default)s)")
     writing.add_argument("--new-tokens", type=positive, default=1024, help="tokens of a reply, at most (default: 1024)")
-    prefix = {"type": positive, "nargs": 2, "default": (32, 128), "metavar": ("LEAST", "MOST")}
-    writing.add_argument("--prefix", **prefix, help="of text: tokens kept")
+    prefix = "of text: tokens kept (default: 32 128, and half of --length at most)"
+    writing.add_argument("--prefix", type=positive, nargs=2, metavar=("LEAST", "MOST"), help=prefix)
     writing.add_argument("--seed", type=common.seed, default=0, help="of all that is drawn (default: %(default)s)")
 
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder to write, for train_data")
@@ -83,7 +82,7 @@ def _run(arguments: argparse.Namespace) -> int:
         datasets_library().disable_progress_bars()
         ways = arguments.mixture or [f"1 temperature={arguments.temperature}"]
         settings = RegenerateSettings(
-            prefix=tuple(arguments.prefix),
+            prefix=tuple(arguments.prefix or (min(most, arguments.length // 2) for most in (32, 128))),
             mixture=tuple(map(Sampling.parse, ways)),
             **common.given(arguments, ("length", "new_tokens", "seed")),
         )
@@ -102,7 +101,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 "target": Path(name).resolve().name if Path(name).is_dir() else name,
                 "target_revision": cached_commit(arguments.target or ""),
                 "dtype": str(model.dtype).removeprefix("torch."),
-                **common.given(arguments, _OF_THE_MODEL),
+                **common.given(arguments, ("attn_implementation", "quantization")),
                 "tokenizer": vocabulary_hash(tokenizer),
                 "shards": parts,
                 "sources": data.train_data,

@@ -221,6 +221,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     ):
         assert main([*words, *wrong]) == 2
         assert said in capsys.readouterr().err
+    rows = tmp_path / "short"
+    assert main(["regenerate", source, "--output", str(rows), "--length", "16", "--rows", "2"]) == 0
+    assert all(record["prompt_tokens"] <= 8 for record in records_in(rows))  # half of a row
     for wrong_shard in ("3/2", "0/2", "1", "x/2"):
         with pytest.raises(SystemExit):
             main([*words, "--shard", wrong_shard])
