@@ -22,17 +22,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.drafters.registry import registered
     from hf_dart.hub.download import optional_json
     from hf_dart.hub.failures import hub_errors
-    from hf_dart.hub.kinds import kind_of
     from hf_dart.hub.known_drafters import published_drafters, published_table
     from hf_dart.interop.mtp_module import FIELDS
     from hf_dart.models.support import refuse_target
 
     path = target_path(arguments.model)
-    registered()
     with as_user_error(OSError, ValueError, about=f"Cannot read the config of {path!r}"), hub_errors(path):
         content = optional_json(path, "config.json") or {}
-        if kind := kind_of(content.get("model_type")):
-            print(f"{path}: {kind.called} for {content.get('target_name') or 'a target that it does not name'}")
+        # Models of transformers draft, too; of them the heads alone are told from targets.
+        heads = (kind for kind in registered().values() if kind.config_class or "speculators_model_type" in content)
+        if found := next(filter(None, (kind.recognises(content, frozenset) for kind in heads)), None):
+            print(f"{path}: {found} for {content.get('target_name') or 'a target that it does not name'}")
             print(f"load it: load_drafter({path!r}, target=model)")
             return 0
         config = AutoConfig.from_pretrained(path)

@@ -14,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.chats import THINKING, chat_tokenizer
+from support.eagle3 import eagle3_config
+from support.relatives import relative_config
 from support.sentences import assert_command_says, refused
+from support.tiny import tiny_target
 from transformers import LlamaConfig, T5Config
 
 from hf_dart.bench.exact import Difference, Run, differences
@@ -187,6 +190,14 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"hf-dart train --target {tmp_path / 'llama'} --train_data" in told
     assert main(["info", str(PACKAGED_HEAD)]) == 0
     assert f"{PACKAGED_HEAD}: a DART head for py8m\n" in capsys.readouterr().out
+    target = tiny_target("llama", num_hidden_layers=8)
+    for config, called in (
+        (eagle3_config(target), "an EAGLE-3 head in the original format"),
+        (relative_config(target, "DFlash2"), "a DFlash2 drafter in z-lab's format"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["info", str(tmp_path)]) == 0
+        assert f"{called} for a target that it does not name\nload it: load_drafter(" in capsys.readouterr().out
     T5Config(num_layers=2).save_pretrained(tmp_path)
     for folder, says in ((tmp_path, "is a t5, no causal language"), (tmp_path / "none", "Cannot read the config")):
         assert_command_says(["info", str(folder)], says, capsys)
