@@ -73,9 +73,11 @@ def placing_options() -> argparse.ArgumentParser:
     return target
 
 
-def text_option(parser: argparse._ActionsContainer) -> None:
-    """Add the option for files that prompts or rows are cut from, for `bench.suites.texts`."""
-    parser.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="default: the installed pytest's source")
+def text_option(parser: argparse._ActionsContainer, about: str = "default: the installed pytest's source") -> None:
+    """Add the option for files of plain text, such as `bench.suites.texts` takes."""
+    says = "plain text; rows of a data set go to --suite (bench) or --dataset (ngram build)"
+    plain = checked(Path, lambda file: file.suffix not in (".jsonl", ".parquet"), says)
+    parser.add_argument("--text", type=plain, nargs="+", metavar="FILE", help=about)
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:

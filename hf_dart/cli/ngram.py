@@ -8,7 +8,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from hf_dart.cli.common import given, positive, say, sizes
+from hf_dart.cli.common import given, positive, say, sizes, text_option
 from hf_dart.errors import UserError, as_user_error, read_text
 from hf_dart.hub.loading import load_tokenizer
 
@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
     build = steps.add_parser("build", help="count texts, token ids or a data set into a table")
     build.add_argument("table", type=Path, help="the file to write")
     corpus = build.add_mutually_exclusive_group(required=True)
-    corpus.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one document per file")
+    text_option(corpus, "one document per file")
     corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids in a row: .npy, or raw uint16")
     corpus.add_argument("--dataset", metavar="NAME", help="files, a folder, or NAME[:CONFIG[:SPLIT]] of the Hub")
     build.add_argument("--column", default="text", help="field of texts or token ids (default: %(default)s)")

@@ -203,6 +203,14 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert_command_says(["info", str(folder)], says, capsys)
 
 
+@pytest.mark.parametrize("command", ["bench", "bench serve", "ngram build table"])
+def test_rows_of_a_data_set_are_no_plain_text(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where all of a file is read, the names of its fields would be, too."""
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--text", "rows.jsonl"])
+    assert "rows.jsonl is not plain text; rows of a data set go to --suite" in capsys.readouterr().err
+
+
 @pytest.mark.matrix
 def test_the_demo_in_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_learning, "_TUNING", 3.0)
