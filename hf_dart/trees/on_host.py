@@ -46,18 +46,18 @@ def grow_on_host(
     batch, roots = len(candidates.history), [text[-1] for text in candidates.history]
     deepest = max((candidates.tokens.shape[1], *(depth for one in candidates.copies for depth in one.depths)))
     bounds = range(1, deepest + 1) if cost is not None and cost.level else [deepest]
-    weights = [1 / batch] * batch if weights is None else weights
+    shares = [1 / batch] * batch if weights is None else weights
     with np.errstate(divide="ignore", invalid="ignore"):  # logarithms of missing candidates
         score, found = candidates.formula.scorer(candidates.tokens, candidates.steps), []
         for bound in bounds:
             rows = [_Search(candidates, row, score, bound, beam or nodes) for row in range(batch)]
-            found.append((*_best_size(rows, nodes, weights, cost), rows))
+            found.append((*_best_size(rows, nodes, shares, cost), rows))
     _, size, best = max(found, key=lambda one: one[0])
     return DraftTree.of(roots, [row.found for row in best], size)
 
 
 def _best_size(
-    rows: Sequence[_Search], nodes: int, weights: Sequence[float], cost: RoundCost | None
+    rows: Sequence[_Search], nodes: int, shares: Sequence[float], cost: RoundCost | None
 ) -> tuple[float, int]:
     """Find nodes until no more may pay, or there are no more; return the tokens per cost at best, and the size then.
 
@@ -66,7 +66,7 @@ def _best_size(
     expected, levels = 1.0, 0
     best = (1.0 if cost is None else expected / cost.of(1)), 0
     for size in range(1, nodes):
-        gain = sum(weight * row.next_chance() for row, weight in zip(rows, weights, strict=True))
+        gain = sum(share * row.next_chance() for row, share in zip(rows, shares, strict=True))
         if not gain:
             break
         expected += gain
