@@ -19,7 +19,8 @@ from transformers import LogitsProcessorList
 
 from hf_dart.decoding.processors import OUTLINES_LLGUIDANCE, OUTLINES_XGRAMMAR, XGRAMMAR, compiled_of, kind_of
 from hf_dart.drafters.base import Proposal
-from hf_dart.trees.tree import STEP, Branches
+from hf_dart.trees.copies import Copies
+from hf_dart.trees.tree import STEP
 
 _WEIGHT, _CHANCE = 20.0, 0.95  # as if so many forced tokens had come before: the target decides how a string is split
 _MOST = 32  # forced tokens that are looked for
@@ -174,7 +175,7 @@ class RowGrammar:
         self._run, self._at = list[int](), 0
         self._right, self._seen = _WEIGHT * _CHANCE, _WEIGHT
 
-    def copies(self, found: Branches, depth: int) -> Branches:
+    def copies(self, found: Copies, depth: int) -> Copies:
         """Return what is allowed of `found`, or what is forced as a chain at most `depth` long: the likelier one."""
         written = self._text[self._start :]
         came = [*map(eq, self._run, self._text[self._at :])]
@@ -183,10 +184,10 @@ class RowGrammar:
         self._run, self._at = [*self._grammar.forced(written)][:depth], len(self._text)
         count, step = len(self._run), log(min(self._right / self._seen, 1 - STEP))
         totals = [depth * step for depth in range(1, count + 1)]
-        forced = Branches(self._run, [*range(-1, count - 1)], [*range(1, count + 1)], totals)
+        forced = Copies(self._run, [*range(-1, count - 1)], [*range(1, count + 1)], totals)
         return max(self._allowed(found, written), forced, key=lambda one: sum(map(exp, one.totals)))
 
-    def _allowed(self, found: Branches, written: list[int]) -> Branches:
+    def _allowed(self, found: Copies, written: list[int]) -> Copies:
         """Return the nodes of copies after the text `written` whose paths are allowed."""
         paths: dict[int, list[int]] = {-1: []}
         following: dict[int, np.ndarray[Any, Any]] = {}

@@ -14,6 +14,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -28,11 +29,11 @@ from hf_dart.decoding.grammars import grammars_of
 from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import NOTHING, Memory, RowCopies, best_size, with_copies
+from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, Memory, RowCopies, best_size, tree_of_copies, with_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores
-from hf_dart.trees.tree import Branches, DraftTree
+from hf_dart.trees.tree import DraftTree
 from hf_dart.trees.vocabulary import columns_of
 
 # The nucleus is searched among this many tokens.
@@ -96,7 +97,7 @@ class TreeGrower:
         refine: Callable[[Tensor], Proposal] | None = None,  # `Drafter.refine` of that proposal
         weights: list[float] | None = None,  # of a token more in each row (`pace.row_weights`); None for the mean
         ended: list[bool] | None = None,  # the rows that have ended and run on, which no token ends again
-        copies: Sequence[Branches] | None = None,  # what `copies` found for this round; None looks for it
+        copies: Sequence[Copies] | None = None,  # what `copies` found for this round; None looks for it
         drafting: Drafting = nullcontext,  # in which the drafter runs once more
     ) -> DraftTree:
         """Return the trees [B, N] after the last committed tokens, on the CPU."""
@@ -104,7 +105,8 @@ class TreeGrower:
         if self._most == 1 or proposal is None:
             return self._trees_of_copies(found, weights)
         # With squared chances: where the drafter expects another token, weak ones are seldom right.
-        found = [replace(one, totals=[2 * total for total in one.totals]) for one in found]
+        levels = CopyLevels.of(found)
+        levels = replace(levels, totals=2 * levels.totals)
         for row, grammar in enumerate(self.grammars):
             if grammar is not None:
                 grammar.restrict(proposal, row)
@@ -114,13 +116,15 @@ class TreeGrower:
             tokens, scores, *again = self._refine(proposal, gumbel, seen, refine, drafting)
         else:
             tokens, scores = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
-        # Copied tokens join the candidates, so that a drafted token after one is scored like any other.
-        tokens, scores = with_copies(tokens, scores, found)
+        if levels.tokens.size:
+            # Copied tokens join the candidates, so that a drafted token after one is scored like any other.
+            copied = torch.from_numpy(levels.by_depth(tokens.shape[1]))
+            tokens, scores = with_copies(tokens, scores, copied.to(tokens.device))
         steps = self._steps(proposal, tokens, scores, drafting)
         if again:
             draft, better = again
             steps = after_draft(draft, better, tokens, steps)
-        return self._grown(tokens, steps, found, deepest, weights, ended)
+        return self._grown(tokens, steps, levels, deepest, weights, ended)
 
     def score(self, logits: Tensor, gumbel: Tensor | None) -> Tensor:
         """Log-scores [B, W, V] of the logits [B, W, V] of one depth, its noise being `gumbel` [B, 1, V]."""
@@ -169,34 +173,31 @@ class TreeGrower:
             table = self._drafter.transitions(proposal, roots.to(tokens.device), tokens, scores)
         return scores[:, :, None] if table is None else table
 
-    def copies(self, deepest: list[int], ended: list[bool] | None = None) -> list[Branches]:
+    def copies(self, deepest: list[int], ended: list[bool] | None = None) -> list[Copies]:
         """Return the earlier text of each row that may be copied after its last committed token."""
         limits = [max(min(self._config.lookup, most), 0) for most in deepest]
         if not any(limits) or self._most == 1:  # a tree of one node holds no copy
             return [NOTHING] * len(deepest)
-        rows = zip(self.copied, limits, self._ends_of(deepest, ended), strict=True)
+        ends: list[Collection[int]] = [() if over else self._ends for over in ended or [False] * len(deepest)]
+        rows = zip(self.copied, limits, ends, strict=True)
         found = [row.suggest(most, these) if most else NOTHING for row, most, these in rows]
         for row, grammar in enumerate(self.grammars):
             if grammar is not None and not (ended and ended[row]):
                 found[row] = grammar.copies(found[row], limits[row])
         return found
 
-    def _ends_of(self, rows: Sequence[Any], ended: list[bool] | None) -> list[Collection[int]]:
-        """Return the tokens that end each row's text."""
-        return [() if over else self._ends for over in ended or [False] * len(rows)]
-
-    def _trees_of_copies(self, copies: Sequence[Branches], weights: list[float] | None) -> DraftTree:
+    def _trees_of_copies(self, copies: Sequence[Copies], weights: list[float] | None) -> DraftTree:
         """Trees of copied text alone, of the size that pays where there is no given one."""
         size = min(self._most - 1, max(map(len, copies)))
         if size and self._config.nodes is None:
             size, *_ = best_size(copies, weights or [1 / len(copies)] * len(copies), self._cost(False))
-        return DraftTree.of([text[-1] for text in self._texts], copies, size)
+        return tree_of_copies([text[-1] for text in self._texts], copies, size)
 
     def _grown(
         self,
         tokens: Tensor,
         steps: Tensor,
-        copies: Sequence[Branches],
+        copies: CopyLevels,
         deepest: list[int],
         weights: list[float] | None,
         ended: list[bool] | None,
@@ -206,10 +207,13 @@ class TreeGrower:
         Scores look at the last tokens of each text, padded with -1.
         """
         length = max(self._formula.context, 1)
-        history = [[-1] * (length - len(text)) + text[-length:] for text in self._texts]
+        history = np.array([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
         columns, scores = tokens.cpu().numpy(), steps.detach().cpu().double().numpy()
-        ends = self._ends_of(deepest, ended)
-        candidates = Candidates(history, columns, scores, self._formula, copies, deepest, ends)
+        # `np.isin` takes longer for the few that there are.
+        ending = np.logical_or.reduce([columns == end for end in self._ends]) if self._ends else None
+        if ending is not None and ended is not None:
+            ending[ended] = False
+        candidates = Candidates(history, columns, scores, self._formula, copies, deepest, ending)
         cost = self._cost(True) if self._config.nodes is None else None
         # Without a table, scoring more paths costs almost nothing.
         beam = self._config.beam if self._formula.context else None

@@ -22,9 +22,8 @@ import numpy as np
 
 from hf_dart.drafters.base import Drafter
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import NOTHING, CopyCounts, RowCopies, best_size
+from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies, best_size
 from hf_dart.trees.costs import Array, RoundCost
-from hf_dart.trees.tree import Branches
 
 _PRIOR = 0.75  # chance that a draft is assumed to be right at a depth, if it was right above
 _TRIAL = 3.0  # tokens that drafts may lose before they are known not to pay; half as many after a pause, then a quarter
@@ -101,7 +100,7 @@ class _Compared:
     row: int
     weight: float  # in rows of equal weight
     expected: float  # tokens that the draft was expected to add
-    copies: Branches
+    copies: Copies
     nodes: int  # of the copies that would have been verified
     limit: int  # tokens that the round could have emitted
     emitted: int  # that it did emit
@@ -134,7 +133,7 @@ class Pace:
         self._seconds = 0.0  # of a round that costs 1
         self._measured: list[tuple[int, int, float]] = []  # nodes, levels and time of rounds that are to be learnt from
         self._emitted, self._copies_cost = [0] * batch, 1.0
-        self._copies: Sequence[Branches] = ()
+        self._copies: Sequence[Copies] = ()
         self._alone = 0  # copied nodes that a round without a draft would verify
         self._expects: list[float] = []  # tokens that a draft would add to each row
         self._compared: list[_Compared] = []  # drafted trees that wait for the text
@@ -187,8 +186,8 @@ class Pace:
         return self._record.copy_counts.chances()
 
     def choose(
-        self, copies: Sequence[Branches], weights: Sequence[float], deepest: Sequence[int]
-    ) -> tuple[bool, Sequence[Branches]]:
+        self, copies: Sequence[Copies], weights: Sequence[float], deepest: Sequence[int]
+    ) -> tuple[bool, Sequence[Copies]]:
         """Choose whether the coming round is drafted, and return that and what each row may copy."""
         record = self._record
         due = "node_cost" in self._timed and record.timed[0] < 1  # costs are relative to rounds of the roots alone
@@ -291,7 +290,7 @@ class Pace:
         """Cost of a draft and its nodes, above that of copies alone."""
         return self._cost_of_looks() + max(self._record.added, 0.0)
 
-    def _expected(self, copies: Branches, deepest: int) -> float:
+    def _expected(self, copies: Copies, deepest: int) -> float:
         """Tokens that a draft is expected to add to one row, whose tree is at most `deepest` deep."""
         depth = min(max(deepest, 0), self._depth)
         tokens, on_draft, on_copies = 0.0, 0.0, 1.0

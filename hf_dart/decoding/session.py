@@ -26,7 +26,8 @@ from hf_dart.models.forwards import standing_in
 from hf_dart.models.packed_weights import packed_drafts
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier, row_axis
-from hf_dart.trees.tree import Branches, DraftTree
+from hf_dart.trees.copies import Copies
+from hf_dart.trees.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Budget:
     limits: list[int]  # tokens that each row may emit; 0 if it has ended or is too far ahead
     deepest: list[int]  # deepest node of each row's tree: a path of k drafts emits k + 1 tokens
     weights: list[float]  # of a token more in each row (`pace.row_weights`)
-    copies: Sequence[Branches]  # what may be copied in each row
+    copies: Sequence[Copies]  # what may be copied in each row
     drafted: bool  # the drafter is asked for a draft
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import inf, log
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.trees.costs import Array, RoundCost
-from hf_dart.trees.tree import STEP, Branches
+from hf_dart.trees.tree import STEP, DraftTree
 
 KEYS = (1, 3)  # lengths of the runs of tokens that places are found by
 LONGEST = 32  # matches are not told apart beyond this length
@@ -72,10 +72,49 @@ class CopyCounts:
         self.right, self.seen = self.right * fades, self.seen * fades
 
 
-NOTHING = Branches([], [], [], [])
+@dataclass(frozen=True)
+class Copies:
+    """Tree of copied tokens after one row's text, the likeliest nodes first."""
+
+    tokens: list[int]  # of each node
+    parents: list[int]  # place of its parent among the nodes; -1 for the text's end
+    depths: list[int]  # 1 for the first after the text
+    totals: list[float]  # log-probability that the text goes on along the whole path to the node
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def only(self, nodes: Sequence[int]) -> Copies:
+        """Return the tree of `nodes`, in their order, among which are the parents of all."""
+        place = {-1: -1} | {node: number for number, node in enumerate(nodes)}
+        return Copies(
+            [self.tokens[node] for node in nodes],
+            [place[self.parents[node]] for node in nodes],
+            [self.depths[node] for node in nodes],
+            [self.totals[node] for node in nodes],
+        )
+
+    def right(self, depth: int, nodes: int) -> Array:
+        """[`depth`] chance that the text is on a path of the first `nodes` nodes at each depth."""
+        chances = np.exp(self.totals[:nodes])
+        return np.bincount(np.array(self.depths[:nodes], np.int64), chances, depth + 1)[1 : depth + 1]
+
+    def accepted(self, came: Sequence[int], nodes: int) -> int | None:
+        """Return how many of the tokens that came lie on a path of the first `nodes` nodes; None if all do."""
+        places = zip(self.parents[:nodes], self.tokens[:nodes], strict=True)
+        children = {place: node for node, place in enumerate(places)}
+        above = -1
+        for place, token in enumerate(came):
+            if (above, token) not in children:
+                return place
+            above = children[above, token]
+        return None
 
 
-def best_size(copies: Sequence[Branches], weights: Sequence[float], cost: RoundCost) -> tuple[int, float, float]:
+NOTHING = Copies([], [], [], [])
+
+
+def best_size(copies: Sequence[Copies], weights: Sequence[float], cost: RoundCost) -> tuple[int, float, float]:
     """Nodes below each root at which a round of copies alone brings most for its cost, 0 to N - 1; its tokens and cost.
 
     The tokens are those expected to bring the batch on: 1 in every round, and each node's by the weight of its row.
@@ -89,22 +128,81 @@ def best_size(copies: Sequence[Branches], weights: Sequence[float], cost: RoundC
     return cost.best_size(gains, np.maximum.accumulate(levels))
 
 
-def with_copies(candidates: Tensor, scores: Tensor, copies: Sequence[Branches]) -> tuple[Tensor, Tensor]:
-    """Add the copied tokens of each depth to candidates [B, d, K] and their scores, if they are not among them.
+def tree_of_copies(roots: Sequence[int], copies: Sequence[Copies], nodes: int) -> DraftTree:
+    """Trees of the first `nodes` copies of each row below its root [B]; rows that have fewer have empty nodes."""
+    tokens, parents, totals = list[list[int]](), list[list[int]](), list[list[float]]()
+    for root, one in zip(roots, copies, strict=True):
+        empty = max(nodes - len(one), 0)
+        tokens.append([root, *one.tokens[:nodes], *[root] * empty])
+        parents.append([-1, *(parent + 1 for parent in one.parents[:nodes]), *[-1] * empty])
+        totals.append([0.0, *one.totals[:nodes], *[-inf] * empty])
+    return DraftTree.from_parents(
+        torch.tensor(tokens), torch.tensor(parents), torch.tensor(totals, dtype=torch.float64)
+    )
 
-    What is added scores -inf; -1 fills up depths to which less is added.
+
+@dataclass(frozen=True)
+class CopyLevels:
+    """Copies of B rows in T columns, depth by depth."""
+
+    tokens: Array  # [B, T]; -1 where a row has no node
+    parents: Array  # [B, T] column of each node's parent; -1 for those after the text, and -3 where there is no node
+    totals: Array  # [B, T] log-probability of the path to each node; -inf where there is no node
+    depths: Array  # [T] of the columns, rising from 1 on
+    ends: Sequence[int]  # [L + 1] number of columns of nodes at most 0, 1, ..., L deep
+
+    @classmethod
+    def of(cls, copies: Sequence[Copies]) -> CopyLevels:
+        """Lay out the copies of each row."""
+        levels = range(1 + max((depth for one in copies for depth in one.depths), default=0))
+        width = [max(one.depths.count(depth) for one in copies) for depth in levels]
+        ends = [*accumulate(width)]
+        tokens, parents = (np.full((len(copies), ends[-1]), none) for none in (-1, -3))
+        totals = np.full(tokens.shape, -inf)
+        for row, one in enumerate(copies):
+            free, columns = ends[:-1], list[int]()
+            for parent, depth in zip(one.parents, one.depths, strict=True):
+                column = free[depth - 1]
+                free[depth - 1] += 1
+                parents[row, column] = columns[parent] if parent >= 0 else -1
+                columns.append(column)
+            tokens[row, columns], totals[row, columns] = one.tokens, one.totals
+        return cls(tokens, parents, totals, np.arange(len(width)).repeat(width), ends)
+
+    @property
+    def steps(self) -> Array:
+        """[B, T] log-probability of each node after its parent."""
+        if not self.totals.size:
+            return self.totals
+        above = np.take_along_axis(self.totals, self.parents.clip(0), axis=1)
+        with np.errstate(invalid="ignore"):
+            return np.where(self.parents >= 0, self.totals - above, self.totals)
+
+    def above(self, depth: int) -> Array:
+        """[B, T'] columns of the ancestors at `depth`, -1 for the text's end, of the nodes that are deeper."""
+        found = self.parents[:, self.ends[min(depth, len(self.ends) - 1)] :].copy()
+        while (later := found >= self.ends[min(depth, len(self.ends) - 1)]).any():
+            found = np.where(later, np.take_along_axis(self.parents, found.clip(0), axis=1), found)
+        return found
+
+    def by_depth(self, depth: int) -> Array:
+        """[B, `depth`, C] the tokens of each depth, each once; -1 is none."""
+        levels = [self.tokens[:, start:end] for start, end in pairwise(self.ends[: depth + 1])]
+        found = np.full((len(self.tokens), depth, max((level.shape[1] for level in levels), default=0)), -1)
+        for here, level in zip(found.swapaxes(0, 1), levels, strict=False):
+            again = (level[:, :, None] == level[:, None]) & np.tri(level.shape[1], k=-1, dtype=bool)
+            here[:, : level.shape[1]] = np.where(again.any(2), -1, level)
+        return found
+
+
+def with_copies(candidates: Tensor, scores: Tensor, copied: Tensor) -> tuple[Tensor, Tensor]:
+    """Add copied tokens [B, d, C], -1 for none, to candidates [B, d, K] and their scores, if they are not among them.
+
+    What is added scores -inf.
     """
-    depths = range(1, candidates.shape[1] + 1)
-    nodes = [dict.fromkeys(zip(one.depths, one.tokens, strict=True)) for one in copies]
-    found = [[[token for at, token in row if at == depth] for depth in depths] for row in nodes]
-    most = max(len(tokens) for row in found for tokens in row)
-    if not most:
-        return candidates, scores
-    copied = torch.tensor([[[*tokens, *[-1] * (most - len(tokens))] for tokens in row] for row in found])
-    copied = copied.to(candidates.device)
     known = (candidates[:, :, None] == copied[..., None]).any(-1)
     more = torch.where(known, -1, copied)
-    scores = torch.nn.functional.pad(scores, (0, most), value=-inf)
+    scores = torch.nn.functional.pad(scores, (0, copied.shape[-1]), value=-inf)
     return torch.cat([candidates, more], dim=-1), scores
 
 
@@ -248,7 +346,7 @@ class RowCopies:
         self._prior = known if chances is None else chances
         self.right, self.seen = [0.0] * len(PRIOR), [0.0] * len(PRIOR)
 
-    def suggest(self, depth: int, ends: Collection[int] = ()) -> Branches:
+    def suggest(self, depth: int, ends: Collection[int] = ()) -> Copies:
         """Return copies after the text, at most `depth` deep; none after a token of `ends`."""
         self.learn()
         self._read()
@@ -276,12 +374,12 @@ class RowCopies:
 
     def _grown(
         self, rows: list[list[int]], lengths: list[int], sources: list[int], depth: int, ends: Collection[int]
-    ) -> Branches:
+    ) -> Copies:
         """Return the likeliest nodes of the tree of what followed at several places (`TextIndex.matches`).
 
         `sources` are the first cells of each place's source.
         """
-        found = Branches([], [], [], [])
+        found = Copies([], [], [], [])
         self._cells = cells = []
         # In the order of their tokens, those that share a path stand side by side, and agree if the first and last do.
         order = sorted(range(len(rows)), key=rows.__getitem__)

@@ -58,14 +58,6 @@ class RoundCost:
         size = len(gains) - int((expected / costs)[::-1].argmax())  # the largest of the best
         return size, float(expected[size]), float(costs[size])
 
-    def may_pay(self, size: int, expected: float, gain: float, rate: float) -> bool:
-        """Return False if no round of more than `size` nodes below each root brings more for its cost than `rate`.
-
-        With so many nodes it brings `expected` tokens, and with each further one no more than `gain`.
-        """
-        costs = self.draft + self.verify[size + 1 :]
-        return bool((expected + gain * np.arange(1, len(costs) + 1) >= rate * costs).any())
-
 
 def interpolated(points: Sequence[tuple[float, float]], sizes: Any) -> Array:
     """Costs of `sizes`, numbers of any shape, by at least two points."""

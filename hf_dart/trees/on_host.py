@@ -1,40 +1,44 @@
-"""Draft trees grown on the host, the best nodes first.
+"""Draft trees grown on the host, in NumPy.
 
-A node's score is the log-chance that the text goes on along the path to it (DART, arXiv 2601.19278, section 3.3;
-OPT-Tree and DDTree pose the same problem). Children score below their parents, so that one queue of what may come next
-yields the nodes in the order of their scores, and few others are looked at. Width 1 gives a chain. On the host a tree
-can be no larger than its nodes are worth, and the search ends where no further one can be.
+At each depth the best paths are extended by all candidates; every extension enters one pool, and the nodes with the
+largest cumulative score form the tree (DART, arXiv 2601.19278, section 3.3; OPT-Tree and DDTree pose the same problem).
+Width 1 gives a chain. Small arrays cost NumPy a fraction of what small tensors cost torch, and on the host a beam can
+be as narrow as the scores found so far allow, and a tree no larger than its nodes are worth.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Sequence
-from heapq import heappop, heappush
-from itertools import count
-from math import exp, inf
+from math import inf
+from typing import NamedTuple
 
 import numpy as np
+import torch
 
-from hf_dart.trees.costs import RoundCost
-from hf_dart.trees.scores import Candidates, Scorer
-from hf_dart.trees.tree import Branches, DraftTree
+from hf_dart.trees.copies import CopyLevels
+from hf_dart.trees.costs import Array, RoundCost
+from hf_dart.trees.scores import Candidates, take
+from hf_dart.trees.tree import DraftTree
 
-_CHECKED = 4  # nodes, after each of which it is seen whether more may pay
 _OFF = -2  # in the place of a copied node: the path is not one of copied text
 
-_Choices = list[tuple[float, int, int]]
-"""What may come after a path, the likeliest first: log-probability without its sign, column of the depth, token."""
 
-_Copied = dict[int, tuple[float, int]]
-"""What was copied after a path, by token: its log-probability, and its place among the copied nodes."""
+class _Level(NamedTuple):
+    """Nodes of one depth that were looked at: K tokens after each of W paths.
+
+    After what is drafted, one more level holds the K copied tokens of all greater depths, after each of W paths.
+    """
+
+    scores: Array  # [B, W, K] of the paths with the token
+    tokens: Array  # [B, K]
+    places: Array  # [B, W] of the ends of the paths among the nodes of all levels; -1 for the root
 
 
 def grow_on_host(
     candidates: Candidates,
     *,
     nodes: int,  # most of each row, the root included
-    beam: int | None = None,  # most paths of each depth that go on; None for any number
+    beam: int | None = None,  # W, how many paths of each depth are extended; None finds the best nodes of all paths
     cost: RoundCost | None = None,  # of the round; None grows to `nodes`
     weights: Sequence[float] | None = None,  # of a token more in each row, beside 1 that each round brings; None: mean
 ) -> DraftTree:
@@ -43,112 +47,153 @@ def grow_on_host(
     The size is the one at which the tokens expected of the round, over its cost, are most; and so is the number of
     levels, where these have a cost of their own.
     """
-    batch, roots = len(candidates.history), [text[-1] for text in candidates.history]
-    deepest = max((candidates.tokens.shape[1], *(depth for one in candidates.copies for depth in one.depths)))
-    bounds = range(1, deepest + 1) if cost is not None and cost.level else [deepest]
-    shares = [1 / batch] * batch if weights is None else weights
+    roots = candidates.history[:, -1:]
     with np.errstate(divide="ignore", invalid="ignore"):  # logarithms of missing candidates
-        score, found = candidates.formula.scorer(candidates.tokens, candidates.steps), []
-        for bound in bounds:
-            rows = [_Search(candidates, row, score, bound, beam or nodes) for row in range(batch)]
-            found.append((*_best_size(rows, nodes, shares, cost), rows))
-    _, size, best = max(found, key=lambda one: one[0])
-    return DraftTree.of(roots, [row.found for row in best], size)
+        levels = _levels(candidates, nodes - 1, nodes if beam is None else beam) if nodes > 1 else []
+    pool = np.concatenate([np.empty((len(roots), 0)), *(level.scores.reshape(len(roots), -1) for level in levels)], 1)
+    per_row = np.full(len(roots), 1 / len(roots)) if weights is None else np.array(weights)
+    if cost is not None and cost.level:
+        depths = _depths(levels, candidates)
+        # The nodes down to a depth are the same, however deep the search went on.
+        best = [
+            _best(np.where(depths <= deepest, pool, -inf), nodes, cost, per_row, deepest)
+            for deepest in range(1, int(depths.max(initial=0)) + 1)
+        ]
+        chosen, scores, _ = max(best, key=lambda tree: tree[2], default=(pool[:, :0].astype(np.int64), pool[:, :0], 0))
+    else:
+        chosen, scores, _ = _best(pool, nodes, cost, per_row)
+    if not chosen.shape[1]:
+        return DraftTree.chain(torch.from_numpy(roots.copy()))
+    tokens, parents = _look_up(levels, candidates, chosen)
+    empty, none = scores == -inf, np.zeros_like(roots)
+    grown = (
+        np.concatenate([roots, np.where(empty, roots, tokens)], axis=1),
+        np.concatenate([none - 1, np.where(empty, -1, parents)], axis=1),
+        np.concatenate([none, scores], axis=1),
+    )
+    return DraftTree.from_parents(*map(torch.from_numpy, grown))
 
 
-def _best_size(
-    rows: Sequence[_Search], nodes: int, shares: Sequence[float], cost: RoundCost | None
-) -> tuple[float, int]:
-    """Find nodes until no more may pay, or there are no more; return the tokens per cost at best, and the size then.
+def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
+    """Look at nodes depth by depth, among them the best `count` of each row."""
+    tokens, copies = candidates.tokens, candidates.copies
+    (batch, drafted), longest = tokens.shape[:2], max(tokens.shape[1], len(copies.ends) - 1)
+    limits = np.array([longest] * batch if candidates.deepest is None else candidates.deepest)[:, None, None]
+    deepest = min(int(limits.max()), longest)
+    limited = int(limits.min()) < deepest
+    score = candidates.formula.scorer(tokens, candidates.steps)
+    paths, columns = candidates.history[:, None], np.zeros((batch, 1), dtype=np.int64)
+    best, places = np.zeros((batch, 1)), np.full((batch, 1), -1)
+    copied, chances = np.full((batch, 1), -1), copies.steps  # the copied node that each path ends in, by its column
+    levels: list[_Level] = []
+    size, kept = 0, np.empty((batch, 0))
+    for depth in range(min(deepest, drafted)):
+        here = tokens[:, depth]
+        steps = score(depth, columns, paths)
+        taken = _copied(copies, depth, here, copied)
+        if taken is not None:
+            goes_on = np.take_along_axis(chances, taken.clip(0).reshape(batch, -1), axis=1).reshape(taken.shape)
+            steps = np.where(taken >= 0, np.maximum(steps, goes_on), steps)
+        if limited:
+            steps = np.where(limits > depth, steps, -inf)
+        scores = best[..., None] + steps
+        levels.append(_Level(scores, here, places))
+        if depth + 1 == deepest:
+            break
+        scores = scores.reshape(batch, -1)
+        # A child scores below its parent, so a path outside the current best cannot lead back into it.
+        kept = np.concatenate([kept, scores], axis=1)
+        if kept.shape[1] >= count:
+            kept.partition(kept.shape[1] - count, axis=1)
+            kept = kept[:, -count:]
+        if candidates.ending is not None:
+            scores = np.where(candidates.ending[:, depth, None], -inf, levels[-1].scores).reshape(batch, -1)
+        least = kept[:, :1] if kept.shape[1] == count else -inf
+        width = min(beam, max(int(np.count_nonzero(row)) for row in scores > least))
+        if width == 0:
+            return levels
+        chosen = _largest(scores, width)
+        best, places = take(scores, chosen), chosen + size
+        size += scores.shape[1]
+        before, columns = np.divmod(chosen, here.shape[1])
+        copied = np.full(chosen.shape, _OFF) if taken is None else take(taken.reshape(batch, -1), chosen)
+        paths = np.concatenate([take(paths, before)[..., 1:], take(here, columns)[..., None]], axis=-1)
+    if drafted < deepest:
+        # Copied text goes on after the paths that end in it; [B, W, T] of T deeper nodes.
+        first = copies.ends[drafted]
+        above = copies.above(drafted)[:, None]
+        totals = copies.totals[:, first:] - np.take_along_axis(copies.totals, above[:, 0].clip(0), axis=1)
+        steps = np.where(limits[:, 0] >= copies.depths[first:], totals, -inf)
+        scores = np.where(copied[..., None] == above, best[..., None] + steps[:, None], -inf)
+        levels.append(_Level(scores, copies.tokens[:, first:], places))
+    return levels
 
-    The size is the number of nodes below each root; without a cost, it is that of all.
+
+def _copied(copies: CopyLevels, depth: int, tokens: Array, paths: Array) -> Array | None:
+    """Columns [B, W, K] of the copied nodes that tokens [B, K] of a depth are after W paths, or `_OFF`; None for none.
+
+    The paths end in the copied nodes of columns `paths` [B, W]; -1 is the text's end.
     """
-    expected, levels = 1.0, 0
-    best = (1.0 if cost is None else expected / cost.of(1)), 0
-    for size in range(1, nodes):
-        gain = sum(share * row.next_chance() for row, share in zip(rows, shares, strict=True))
-        if not gain:
-            break
-        expected += gain
-        if cost is None:
-            best = expected, size
-            continue
-        levels = max(levels, *(row.found.depths[-1] for row in rows if row.found))
-        best = max(best, (expected / cost.of(1 + size, levels), size))
-        if size % _CHECKED == 0 and not cost.may_pay(size, expected, gain, best[0]):
-            break
-    return best
+    if depth >= len(copies.ends) - 1:
+        return None
+    start, end = copies.ends[depth], copies.ends[depth + 1]
+    same = copies.tokens[:, start:end, None] == tokens[:, None]  # [B, C, K]
+    after = copies.parents[:, None, start:end] == paths[..., None]  # [B, W, C]
+    both = after[..., None] & same[:, None]
+    return np.where(both.any(2), both.argmax(2) + start, _OFF)
 
 
-class _Search:
-    """Search for the nodes of one row, the best ones first; `found` has them in their order."""
+def _best(
+    pool: Array, nodes: int, cost: RoundCost | None, weights: Array, levels: int = 0
+) -> tuple[Array, Array, float]:
+    """Places and scores [B, n] of the nodes below the root of the best tree of a pool [B, P] of scores, and its rate.
 
-    def __init__(self, candidates: Candidates, row: int, score: Scorer, deepest: int, beam: int) -> None:
-        self.found = Branches([], [], [], [])
-        self._row, self._score, self._beam = row, score, beam
-        self._history, self._ends = candidates.history[row], candidates.ends[row]
-        self._tokens = candidates.tokens[row].tolist()
-        self._context, self._pairs = candidates.formula.context, candidates.steps.shape[2] > 1
-        self._deepest = min(deepest, candidates.deepest[row])
-        self._copied = defaultdict[int, _Copied](dict)  # after each copied node, and after the root at -1
-        copies = candidates.copies[row]
-        for node, (token, parent, total) in enumerate(zip(copies.tokens, copies.parents, copies.totals, strict=True)):
-            self._copied[parent][token] = total - (copies.totals[parent] if parent >= 0 else 0.0), node
-        self._known: dict[tuple[int, int], _Choices] = {}  # by depth and column, where they depend on nothing else
-        # By the score without its sign: a number that tells equal ones apart, the parent and its score, and which of
-        # the choices after it is meant.
-        self._waiting: list[tuple[float, int, int, float, int, _Choices, _Copied]] = []
-        self._numbers = count()
-        self._going_on = Counter[int]()  # paths of each depth
-        if self._deepest > 0:
-            self._go_on(-1, 0.0, 0, -1)
+    A tree that is more than its root has `levels`.
+    """
+    chosen = _largest(pool, min(nodes - 1, pool.shape[1]))
+    chosen = take(chosen, (-take(pool, chosen)).argsort(axis=1, kind="stable"))
+    scores = take(pool, chosen)
+    gains = weights @ np.exp(scores)
+    gains = gains[: np.count_nonzero(gains)]
+    size, rate = len(gains), 0.0
+    if cost is not None:
+        size, expected, spent = cost.best_size(gains, levels)
+        rate = expected / spent
+    return chosen[:, :size], scores[:, :size], rate
 
-    def next_chance(self) -> float:
-        """Find one node more, and return the chance that the text comes to it; 0 if there is none."""
-        if not self._waiting:
-            return 0.0
-        less, _, parent, above, at, choices, copied = heappop(self._waiting)
-        self._wait(parent, above, at + 1, choices, copied)
-        _, column, token = choices[at]
-        found, node = self.found, len(self.found)
-        depth = 1 + (found.depths[parent] if parent >= 0 else 0)
-        found.tokens.append(token)
-        found.parents.append(parent)
-        found.depths.append(depth)
-        found.totals.append(-less)
-        drafted = depth <= len(self._tokens)
-        if depth < self._deepest and token not in self._ends and not (drafted and self._going_on[depth] >= self._beam):
-            self._going_on[depth] += 1
-            self._go_on(node, less, column, copied[token][1] if token in copied else _OFF)
-        return exp(-less)
 
-    def _go_on(self, node: int, less: float, column: int, copy: int) -> None:
-        """Let what may come after a node wait for its turn."""
-        depth, copied = self.found.depths[node] if node >= 0 else 0, self._copied.get(copy, {})
-        if depth >= len(self._tokens):
-            choices = sorted((-step, 0, token) for token, (step, _) in copied.items())
-        else:
-            place = depth, column if self._pairs else 0
-            known = self._known.get(place)
-            if known is None:
-                steps = self._score(self._row, depth, column, self._text(node))
-                known = sorted(zip((-steps).tolist(), count(), self._tokens[depth], strict=False))
-                if not self._context:
-                    self._known[place] = known
-            choices = known
-            if copied:
-                joined = ((min(less, -copied.get(token, (-inf,))[0]), at, token) for less, at, token in known)
-                choices = sorted(joined)
-        self._wait(node, less, 0, choices, copied)
+def _depths(levels: list[_Level], candidates: Candidates) -> Array:
+    """Depths [P] of all nodes that were looked at."""
+    drafted, copies = candidates.tokens.shape[1], candidates.copies
+    depths = [np.full(level.scores[0].shape, depth) for depth, level in enumerate(levels, 1)]
+    if len(levels) > drafted:
+        depths[-1][:] = copies.depths[copies.ends[drafted] :]
+    return np.concatenate([np.empty(0, dtype=np.int64), *(depth.ravel() for depth in depths)])
 
-    def _wait(self, parent: int, above: float, at: int, choices: _Choices, copied: _Copied) -> None:
-        if at < len(choices) and choices[at][0] < inf:
-            heappush(self._waiting, (above + choices[at][0], next(self._numbers), parent, above, at, choices, copied))
 
-    def _text(self, node: int) -> list[int]:
-        """Return as many last tokens up to a node as scores look at."""
-        path = list[int]()
-        while node >= 0 and len(path) < self._context:
-            path.append(self.found.tokens[node])
-            node = self.found.parents[node]
-        return [*self._history, *reversed(path)][-self._context :]
+def _look_up(levels: list[_Level], candidates: Candidates, chosen: Array) -> tuple[Array, Array]:
+    """Tokens and parents in the tree of the nodes in places `chosen` [B, n], which come in that order."""
+    (batch, count), drafted, copies = chosen.shape, candidates.tokens.shape[1], candidates.copies
+    widths, paths = (np.array(sizes) for sizes in zip(*(level.scores.shape[:0:-1] for level in levels), strict=True))
+    ends = (widths * paths).cumsum()
+    level = ends.searchsorted(chosen, side="right")
+    path, column = np.divmod(chosen - (ends - widths * paths)[level], widths[level])
+    tokens = take(np.concatenate([each.tokens for each in levels], 1), column + (widths.cumsum() - widths)[level])
+    parents = take(np.concatenate([each.places for each in levels], 1), path + (paths.cumsum() - paths)[level])
+    if len(levels) > drafted:  # in the last one, copied tokens follow others of it
+        last, first = level == drafted, copies.ends[drafted]
+        copied = np.where(last, first + column, 0)
+        above = take(copies.parents, copied) - copied
+        parents = np.where(last & (above + copied >= first), chosen + above, parents)
+    # Children score less than their parents, so that these are among the chosen; number 0 is the root.
+    numbers = np.zeros((batch, int(ends[-1]) + 1), dtype=np.int64)
+    numbers[np.arange(batch)[:, None], chosen + 1] = np.arange(1, count + 1)
+    return tokens, take(numbers, parents + 1)
+
+
+def _largest(scores: Array, count: int) -> Array:
+    """Places [B, `count`] of each row's largest scores [B, n], in any order."""
+    most = scores.shape[1]
+    if count < most:
+        return scores.argpartition(most - count, axis=1)[:, most - count :]
+    return np.arange(most) + np.zeros((len(scores), 1), dtype=np.int64)

@@ -13,16 +13,17 @@ q(t) of t after the tokens before it, and its weight w = `TreeConfig.ngram_weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.copies import CopyLevels
 from hf_dart.trees.costs import Array
 from hf_dart.trees.ngram.table import NgramTable
-from hf_dart.trees.tree import STEP, Branches
+from hf_dart.trees.tree import STEP
 
 FLOOR = -30.0
 """No step down a tree is deeper."""
@@ -32,11 +33,11 @@ _UNSEEN = 1e-4
 # away from 0 by. The first token, whose context the head has read, is scored without the n-grams.
 _LEVEL, _FADING, _EPSILON = -0.7, 0.9, 1e-10
 
-Scorer = Callable[[int, int, int, Sequence[int]], Array]
-"""Scores [K] of a depth's candidates, between `FLOOR` and -`STEP`, or -inf for no candidate.
+PathScorer = Callable[[int, Array, Array], Array]
+"""Scores [B, W, K] of a depth's K candidates after each of W paths; [B, 1, K] where they do not depend on the path.
 
-Called with the row; the depth, counted from 0; which candidate of the depth before the path ends in (0 for the root);
-and the last tokens before these candidates, as many as `DraftScores.context`.
+Called with the depth, counted from 0; [B, W], which candidate of the depth before each path ends in (0 for the root);
+and [B, W, C], the last tokens of each path. Scores lie between `FLOOR` and -`STEP`, or are -inf for no candidate.
 """
 
 
@@ -52,30 +53,37 @@ class DraftScores:
         """Number of tokens before a candidate that its score depends on, beyond the drafter's part."""
         return self.table.spec.order - 1 if self.table is not None and self.config.ngram_weight else 0
 
-    def scorer(self, tokens: Array, steps: Array) -> Scorer:
+    def scorer(self, tokens: Array, steps: Array) -> PathScorer:
         """Return the scores of one round of candidates [B, d, K], of which -1 is none.
 
         `steps` [B, d, J, K] are the drafter's log-probabilities of candidate k after candidate j of the depth before; J
         is 1 where they do not depend on that. They are -inf where there is no candidate.
         """
-        ngrams, pairs, paper = self.table, steps.shape[2] > 1, self.config.scores == "paper"
-        depths = np.arange(steps.shape[1])
-        weights = np.full(len(depths), self.config.ngram_weight)
+        config, ngrams = self.config, self.table if self.context else None
+        paper, known = config.scores == "paper", tokens if ngrams is None else ngrams.known(tokens)
         if paper:
             # The epsilon would turn missing candidates into candidates.
             steps = np.where(steps > -inf, np.log(np.exp(steps - _log_sum(steps)) + _EPSILON), -inf)
-            levels = (1 + depths) ** _LEVEL
-            steps, weights = (levels * _FADING**depths)[:, None, None] * steps, levels * weights * (depths > 0)
-        if ngrams is None or not self.context:
-            table = bounded(steps)
-            return lambda row, depth, column, text: table[row, depth, column if pairs else 0]
-        known, added = ngrams.known(tokens), _EPSILON if paper else _UNSEEN
+        elif ngrams is None:
+            steps = bounded(steps)
 
-        def score(row: int, depth: int, column: int, text: Sequence[int]) -> Array:
-            here = steps[row, depth, column if pairs else 0]
-            chances = ngrams.after(ngrams.known(np.array(text)), known[row, depth])
-            joined = here + weights[depth] * np.log(chances + added)
-            return bounded(joined if paper else joined + (_log_sum(here) - _log_sum(joined)))
+        def shares(depth: int, paths: Array, added: float) -> Array:
+            """Weighted log-probabilities w · log(q + `added`) [B, W, K] of the candidates after each path."""
+            if ngrams is None:
+                return np.zeros(1)
+            return config.ngram_weight * np.log(ngrams.after(ngrams.known(paths), known[:, depth, None]) + added)
+
+        def score(depth: int, columns: Array, paths: Array) -> Array:
+            here = steps[:, depth]
+            if here.shape[1] > 1:
+                here = take(here, columns)
+            if paper:
+                here = _FADING**depth * here + (shares(depth, paths, _EPSILON) if depth else 0)
+                return bounded((depth + 1) ** _LEVEL * here)
+            if ngrams is None:
+                return here
+            joined = here + shares(depth, paths, _UNSEEN)
+            return bounded(joined + (_log_sum(here) - _log_sum(joined)))
 
         return score
 
@@ -93,13 +101,20 @@ class Candidates:
         tokens, steps: of `DraftScores.scorer`.
     """
 
-    history: Sequence[Sequence[int]]  # [B, C] last committed tokens, the root of the tree last; C >= 1 and `context`
+    history: Array  # [B, C] last committed tokens, the root of the tree last; as many as `formula` looks at, 1 at least
     tokens: Array
     steps: Array
     formula: DraftScores  # of scores from these
-    copies: Sequence[Branches]  # [B] of earlier text; tokens within d are among the candidates
-    deepest: Sequence[int]  # [B] no node of a row lies deeper
-    ends: Sequence[Collection[int]]  # [B] tokens that end the text, after which nothing grows
+    copies: CopyLevels  # tokens that followed the same text earlier; those within d are among the candidates
+    deepest: Sequence[int] | None = None  # [B] no node of a row lies deeper; None for no limit
+    ending: Array | None = None  # [B, d, K] candidates that end the text, after which nothing grows; None for none
+
+
+def take(values: Array, places: Array) -> Array:
+    """Take `values` [B, n, ...] at `places` [B, m] of each row: [B, m, ...]."""
+    if len(values) == 1:  # takes half the time
+        return values[0].take(places, axis=0)
+    return values[np.arange(len(values))[:, None], places]
 
 
 def _log_sum(values: Array) -> Array:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -11,52 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dart.trees.costs import Array
-
 MAX_DRAFT_LENGTH = 31
 """Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
 
 STEP = 1e-4
 """A child's score lies at least this much below its parent's, so that the best N nodes always hold whole paths."""
-
-
-@dataclass(frozen=True)
-class Branches:
-    """What may grow below the root of one row: nodes, the likeliest first."""
-
-    tokens: list[int]  # of each node
-    parents: list[int]  # place of its parent among the nodes; -1 for the root
-    depths: list[int]  # 1 for the first after the root
-    totals: list[float]  # log-probability that the text goes on along the whole path to the node
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def only(self, nodes: Sequence[int]) -> Branches:
-        """Return those of `nodes`, in their order, among which are the parents of all."""
-        place = {-1: -1} | {node: number for number, node in enumerate(nodes)}
-        return Branches(
-            [self.tokens[node] for node in nodes],
-            [place[self.parents[node]] for node in nodes],
-            [self.depths[node] for node in nodes],
-            [self.totals[node] for node in nodes],
-        )
-
-    def right(self, depth: int, nodes: int) -> Array:
-        """[`depth`] chance that the text is on a path of the first `nodes` nodes at each depth."""
-        chances = np.exp(self.totals[:nodes])
-        return np.bincount(np.array(self.depths[:nodes], np.int64), chances, depth + 1)[1 : depth + 1]
-
-    def accepted(self, came: Sequence[int], nodes: int) -> int | None:
-        """Return how many of the tokens that came lie on a path of the first `nodes` nodes; None if all do."""
-        places = zip(self.parents[:nodes], self.tokens[:nodes], strict=True)
-        children = {place: node for node, place in enumerate(places)}
-        above = -1
-        for place, token in enumerate(came):
-            if (above, token) not in children:
-                return place
-            above = children[above, token]
-        return None
 
 
 @dataclass(frozen=True)
@@ -106,18 +65,6 @@ class DraftTree:
         ancestors = ancestors | torch.eye(size, dtype=torch.bool, device=tokens.device)
         scores = None if self.scores is None else pad(self.scores, -inf)
         return DraftTree(tokens, pad(self.parents, -1), pad(self.depths, 0), ancestors, self.max_depth, scores)
-
-    @classmethod
-    def of(cls, roots: Sequence[int], rows: Sequence[Branches], nodes: int) -> DraftTree:
-        """Trees of the first `nodes` branches of each row below its root; rows that have fewer have empty nodes."""
-        tokens, parents, scores = list[list[int]](), list[list[int]](), list[list[float]]()
-        for root, one in zip(roots, rows, strict=True):
-            empty = max(nodes - len(one), 0)
-            tokens.append([root, *one.tokens[:nodes], *[root] * empty])
-            parents.append([-1, *(parent + 1 for parent in one.parents[:nodes]), *[-1] * empty])
-            scores.append([0.0, *one.totals[:nodes], *[-inf] * empty])
-        scored = torch.tensor(scores, dtype=torch.float64)
-        return cls.from_parents(torch.tensor(tokens), torch.tensor(parents), scored)
 
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, scores: Tensor | None = None) -> DraftTree:

@@ -22,8 +22,7 @@ from hf_dart.decoding.grammars import RowGrammar
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Proposal
 from hf_dart.hub.loading import PACKAGED_TARGET
-from hf_dart.trees.copies import NOTHING
-from hf_dart.trees.tree import Branches
+from hf_dart.trees.copies import NOTHING, Copies
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,7 @@ def test_drafts_hold_what_is_allowed(vocabulary: list[int] | None) -> None:
 
 def test_copies_that_are_not_allowed_are_left_out() -> None:
     totals = [-0.1 * node for node in range(7)]
-    copies = Branches([3, 20, 9, 2, 10, 9, 4], [-1, -1, 0, 1, 2, 0, 5], [1, 1, 2, 2, 3, 2, 3], totals)
+    copies = Copies([3, 20, 9, 2, 10, 9, 4], [-1, -1, 0, 1, 2, 0, 5], [1, 1, 2, 2, 3, 2, 3], totals)
     found = row_after([1, 5, 6, 7]).copies(copies, 8)
     assert (found.tokens, found.parents, found.depths) == ([3, 9, 10, 9], [-1, 0, 1, 0], [1, 2, 3, 2])
     assert found.totals == [0.0, -0.2, -0.4, -0.5]

@@ -20,7 +20,8 @@ from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.grow import Ranker, SeenTokens, TreeGrower
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
-from hf_dart.trees.tree import Branches, DraftTree
+from hf_dart.trees.copies import Copies
+from hf_dart.trees.tree import DraftTree
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 48, 2)], ids=["all", "some"])
@@ -59,7 +60,7 @@ def test_a_weak_copy_counts_less_beside_a_draft(head: DartHead, chance: float, w
     logits[0, 0, 7] = log(0.5)
     proposal = Proposal(logits, torch.zeros(1, 1, head.config.hidden_size, dtype=torch.float64))
     grower = TreeGrower(head, TreeConfig(nodes=2, depth=1), LogitsProcessorList(), [[3, 4]], torch.device("cpu"))
-    copies = [Branches([5], [-1], [1], [log(chance)])]
+    copies = [Copies([5], [-1], [1], [log(chance)])]
     assert paths(grower(proposal, None, [1], copies=copies), 0) == {(wanted,)}
     assert paths(grower(None, None, [1], copies=copies), 0) == {(5,)}
 

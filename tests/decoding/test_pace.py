@@ -20,8 +20,7 @@ from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.pace import _PRIOR, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
-from hf_dart.trees.copies import NOTHING, CopyCounts, RowCopies
-from hf_dart.trees.tree import Branches
+from hf_dart.trees.copies import NOTHING, Copies, CopyCounts, RowCopies
 
 DEPTH = 4
 LOOP = chain_of([7] * 24, -0.02)
@@ -33,7 +32,7 @@ def pace_of(config: TreeConfig, batch: int = 1, device: str = "cpu", **more: Any
     return Pace(config, device, batch, DEPTH, **more)
 
 
-def play(pace: Pace, emitted: dict[bool, list[int]], nodes: int, copies: list[Branches], so_far: list[int]) -> bool:
+def play(pace: Pace, emitted: dict[bool, list[int]], nodes: int, copies: list[Copies], so_far: list[int]) -> bool:
     """Play a round that brings so many tokens per row, drafted or not, and return whether it was drafted."""
     limits = [50] * len(copies)
     drafted, _ = pace.choose(copies, row_weights(so_far, limits), [DEPTH] * len(copies))

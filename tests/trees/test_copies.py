@@ -9,12 +9,11 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from support.trees import chain_of, path_totals, random_copies
+from support.trees import chain_of, copied_steps, random_copies
 
 from hf_dart.trees import copies
-from hf_dart.trees.copies import LONGEST, NOTHING, RowCopies, TextIndex, best_size, with_copies
+from hf_dart.trees.copies import LONGEST, NOTHING, CopyLevels, RowCopies, TextIndex, best_size, with_copies
 from hf_dart.trees.costs import RoundCost
-from hf_dart.trees.tree import Branches
 
 
 def plain_matches(tokens: Sequence[int], ending: list[int]) -> dict[int, int]:
@@ -119,12 +118,15 @@ class Texts:
         return copies.PRIOR
 
 
-def paths_of(found: Branches) -> dict[tuple[int, ...], float]:
+def paths_of(found: copies.Copies) -> dict[tuple[int, ...], float]:
     """The paths of a tree, and the chance of each."""
-    totals = path_totals(found)
-    assert len(totals) == len(found)
+    paths: list[tuple[int, ...]] = []
+    for token, parent in zip(found.tokens, found.parents, strict=True):
+        paths.append((*(paths[parent] if parent >= 0 else ()), token))
+    assert [len(path) for path in paths] == found.depths
+    assert len(set(paths)) == len(paths)
     assert sorted(found.totals, reverse=True) == found.totals
-    return {path: exp(total) for path, total in totals.items()}
+    return dict(zip(paths, map(exp, found.totals), strict=True))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -203,15 +205,29 @@ def test_a_text_that_outgrows_its_index_is_indexed_again() -> None:
     assert tuple(text[9:12]) in paths_of(row.suggest(3))
 
 
+def test_levels_hold_the_tree_of_each_row() -> None:
+    """What leads from level to level is held against a plain search in test_growers.py."""
+    random = Random(5)
+    for _ in range(60):
+        rows = [random_copies(random, random.randrange(12), 4) for _ in range(random.randrange(1, 4))]
+        levels = CopyLevels.of(rows)
+        for row, one in enumerate(rows):
+            wanted = paths_of(one)
+            assert set(copied_steps(levels, row)) == set(wanted)
+            tokens = levels.by_depth(3)[row]
+            for depth in range(3):
+                distinct = [token for token in tokens[depth].tolist() if token >= 0]
+                assert sorted(distinct) == sorted({path[-1] for path in wanted if len(path) == depth + 1})
+    assert CopyLevels.of([NOTHING, NOTHING]).tokens.shape == (2, 0)
+
+
 def test_copied_tokens_are_more_candidates() -> None:
-    """Copies are added where the drafter has not found them already, each token once."""
+    """Copies are added where the drafter has not found them already."""
     tokens, scores = torch.tensor([[[1, 2], [3, 4]], [[1, 2], [3, 4]]]), torch.full((2, 2, 2), -1.0)
-    one = Branches([9, 4, 1, 4, 5], [-1, 0, -1, 2, 3], [1, 2, 1, 2, 3], [-0.5 * node for node in range(1, 6)])
-    two = Branches([2, 7, 8], [-1, 0, 0], [1, 2, 2], [-0.1, -0.2, -0.3])
-    wide, wide_scores = with_copies(tokens, scores, [one, two])
+    copied = torch.tensor([[[9, 1], [4, -1]], [[-1, -1], [7, 8]]])
+    wide, wide_scores = with_copies(tokens, scores, copied)
     assert wide.tolist() == [[[1, 2, 9, -1], [3, 4, -1, -1]], [[1, 2, -1, -1], [3, 4, 7, 8]]]
     assert wide_scores.tolist() == [[[-1.0, -1.0, -inf, -inf]] * 2] * 2
-    assert with_copies(tokens, scores, [NOTHING, NOTHING])[0] is tokens
 
 
 def test_the_size_that_brings_most() -> None:
@@ -233,7 +249,7 @@ def test_the_size_that_brings_most() -> None:
 
 
 def test_what_came_of_a_tree() -> None:
-    tree = Branches([4, 5, 6], [-1, -1, 1], [1, 1, 2], [-0.5, -1.0, -2.0])
+    tree = copies.Copies([4, 5, 6], [-1, -1, 1], [1, 1, 2], [-0.5, -1.0, -2.0])
     assert [tree.accepted(came, 3) for came in ([5, 6, 1], [5, 6], [4, 6], [7], [])] == [2, None, 1, 0, None]
     assert [tree.accepted([5, 6], nodes) for nodes in (0, 1, 2)] == [0, 0, 1]
     assert tree.right(3, 3).tolist() == pytest.approx([exp(-0.5) + exp(-1), exp(-2), 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 from random import Random
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from support.trees import candidates_of, paths, plainly, random_copies, random_draft
 from surveys.dart_search import NODES, Cases, trees
 
+from hf_dart.trees.copies import tree_of_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.tree import DraftTree
@@ -43,8 +45,9 @@ def test_trees_are_those_of_a_plain_search(
     random = Random(seed)
     # Some of the copied tokens are drafted, too.
     copies = [random_copies(random, length, random.choice([3, 50])) for length in lengths]
-    ended = range(0, 100, 3) if ends and depth else ()
-    candidates = candidates_of(tokens, steps, copies=copies, deepest=limits, ends=ended)
+    candidates = candidates_of(tokens, steps, copies=copies, deepest=limits)
+    if ends:
+        candidates = replace(candidates, ending=candidates.tokens % 3 == 0)
     # A beam that is no limit: paths of which no node can be among the best are left out.
     beam = 3 if narrow else 10**6
     if depth:
@@ -56,7 +59,7 @@ def test_trees_are_those_of_a_plain_search(
             for one, most in zip(copies, limits, strict=True)
         ]
         allowed = [one.only(kept) for one, kept in zip(copies, shallow, strict=True)]
-        tree = DraftTree.of([100, 101, 102], allowed, nodes - 1)
+        tree = tree_of_copies([100, 101, 102], allowed, nodes - 1)
         assert tree.tokens[:, 0].tolist() == [100, 101, 102]
         assert tree.size == nodes
     assert tree.scores is not None
@@ -66,7 +69,7 @@ def test_trees_are_those_of_a_plain_search(
         assert paths(tree, row) == set(wanted)
         scores = sorted(tree.scores[row][tree.parents[row] >= 0].tolist())
         assert scores == pytest.approx(sorted(wanted.values()))
-        assert not ended or all(token % 3 for path in paths(tree, row) for token in path[:-1])
+        assert not ends or all(token % 3 for path in paths(tree, row) for token in path[:-1][:depth])
     assert tree.max_depth == int(tree.depths.max())
 
 
