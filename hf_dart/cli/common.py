@@ -75,7 +75,7 @@ def placing_options() -> argparse.ArgumentParser:
 
 def text_option(parser: argparse._ActionsContainer, about: str = "default: the installed pytest's source") -> None:
     """Add the option for files of plain text, such as `bench.suites.texts` takes."""
-    says = "plain text; rows of a data set go to --suite (bench) or --dataset (ngram build)"
+    says = "plain text; `bench --suite` and `ngram build --dataset` take rows of a data set"
     plain = checked(Path, lambda file: file.suffix not in (".jsonl", ".parquet"), says)
     parser.add_argument("--text", type=plain, nargs="+", metavar="FILE", help=about)
 

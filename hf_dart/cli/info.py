@@ -29,10 +29,11 @@ def _run(arguments: argparse.Namespace) -> int:
     path = target_path(arguments.model)
     with as_user_error(OSError, ValueError, about=f"Cannot read the config of {path!r}"), hub_errors(path):
         content = optional_json(path, "config.json") or {}
-        # Models of transformers draft, too; of them the heads alone are told from targets.
+        # Targets are language models, too: kinds that read any of these are asked about speculators' files alone.
         heads = (kind for kind in registered().values() if kind.config_class or "speculators_model_type" in content)
         if found := next(filter(None, (kind.recognises(content, frozenset) for kind in heads)), None):
-            print(f"{path}: {found} for {content.get('target_name') or 'a target that it does not name'}")
+            target = content.get("target_name")
+            print(f"{path}: {found}" + (f" for {target}" if isinstance(target, str) else ""))
             print(f"load it: load_drafter({path!r}, target=model)")
             return 0
         config = AutoConfig.from_pretrained(path)

@@ -12,7 +12,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from hf_dart.cache.stock_layers import keeps_states, slots_of, undone_on_failure
+from hf_dart.cache.stock_layers import keeps_states, undone_on_failure
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows
@@ -192,8 +192,6 @@ def read_prompt(
         The reader that handed it to the drafter, the kinds of masks, and the cache that takes over from stock's.
     """
     model = request.model
-    if slots_of(request.stock_cache) != request.cached:
-        raise ValueError("Another call has filled this cache since this one was asked for; give each its own copy.")
     with undone_on_failure(request.stock_cache, request.total):
         reader = PromptReader(request, drafter_state.state)
         reader.prefill()

@@ -80,10 +80,7 @@ class PaceRecord:
     rounds: int = 0  # drafted since the last pause
     gained: float = 0.0  # tokens that drafts brought in them beyond copies, less what they cost
     added: float = 0.0  # running mean of what verifying their nodes cost more than copies
-    beyond_copies: tuple[float, float] = (
-        _TRIAL,
-        _TRIAL,
-    )  # that drafts added, and that were expected
+    beyond_copies: tuple[float, float] = (_TRIAL, _TRIAL)  # tokens that drafts added to copies, and that were expected
     drafted: tuple[int, int] = (0, 0)  # rows of drafted rounds in all, and the tokens that they emitted
     draft_costs: tuple[float, ...] = ()  # of the last drafts, where they are timed
     looked: tuple[float, ...] = ()  # share of looking for copies in the time of the last rounds without a draft

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dart.cache.stock_layers import slots_of
 from hf_dart.decoding.feed import begun, read_prompt
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace, row_weights
@@ -79,6 +80,8 @@ class Session:
         request: Request,  # what was asked for
         noise: NoiseStream | None,  # that tokens are drawn with; None for greedy search
     ) -> None:
+        if slots_of(request.stock_cache) != request.cached:
+            raise ValueError("Another call has filled this cache since this one was asked for; give each its own copy.")
         self.request, self.noise = request, noise
         config, batch = request.tree_config, len(request.input_ids)
         self.rows = rows = Rows(request)  # the text of each row

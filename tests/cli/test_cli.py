@@ -197,7 +197,7 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert main(["info", str(tmp_path)]) == 0
-        assert f"{called} for a target that it does not name\nload it: load_drafter(" in capsys.readouterr().out
+        assert f"{called}\nload it: load_drafter(" in capsys.readouterr().out
     T5Config(num_layers=2).save_pretrained(tmp_path)
     for folder, says in ((tmp_path, "is a t5, no causal language"), (tmp_path / "none", "Cannot read the config")):
         assert_command_says(["info", str(folder)], says, capsys)
@@ -208,7 +208,7 @@ def test_rows_of_a_data_set_are_no_plain_text(command: str, capsys: pytest.Captu
     """Where all of a file is read, the names of its fields would be, too."""
     with pytest.raises(SystemExit):
         main([*command.split(), "--text", "rows.jsonl"])
-    assert "rows.jsonl is not plain text; rows of a data set go to --suite" in capsys.readouterr().err
+    assert "rows.jsonl is not plain text; `bench --suite` and `ngram build --dataset`" in capsys.readouterr().err
 
 
 @pytest.mark.matrix

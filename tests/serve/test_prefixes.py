@@ -114,7 +114,8 @@ def test_a_cache_that_is_passed_in() -> None:
     with Batcher(target) as batcher:
         for number, ids in enumerate(with_system_prompt(3)):
             cache = DynamicCache(config=target.config)
-            handles = [batcher.submit(ids, **SAMPLED, **{CACHE: cache}, seed=number) for _ in range(2)]
+            with batcher._changed:  # neither is begun before both are asked for
+                handles = [batcher.submit(ids, **SAMPLED, **{CACHE: cache}, seed=number) for _ in range(2)]
             text = stock(target, ids, number)
             assert torch.equal(handles[0].result(), text)
             with pytest.raises(ValueError, match="Another call has filled this cache"):

@@ -344,7 +344,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
     def figure_names(self) -> set[str]:
         """Names of what evaluations may give, without their prefix "eval_"."""
         counts = np.ones((1, len(self.passes) * (4 + 2 * self.drafter.draft_length)))
-        return {"tau_decoded", *self._figures(EvalPrediction(counts, np.ones((1, 2))))}
+        decoded = {"tau_decoded"} if self.args.decode_prompts else set()
+        return {*decoded, *self._figures(EvalPrediction(counts, np.ones((1, 2))))}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the drafter, the record of its training beside it (training.json), and the recipe of the run once."""
