@@ -251,6 +251,7 @@ def test_they_are_packed_inside(kind: str, tmp_path: Path) -> None:
     taus = {"eval_tau_decoded", *(f"eval_{name}_tau" for name in held_out)} if kind == "text" else {"eval_tau"}
     assert taus <= {name for log in logs for name in log}
     assert trainer.evaluate(documents)["eval_tau"] >= 1
+    assert trainer.predict(documents).metrics["test_tau"] >= 1
     assert (head.config.chat_template_hash is not None) == (kind in ("messages", "conversations"))
 
     file = write_json_lines(tmp_path / "rows.jsonl", documents)

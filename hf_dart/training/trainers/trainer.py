@@ -174,6 +174,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
     def evaluate(self, eval_dataset: Any = None, *args: Any, **kwargs: Any) -> dict[str, float]:
         return super().evaluate(self._packed(eval_dataset), *args, **kwargs)
 
+    def predict(self, test_dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().predict(self._packed(test_dataset), *args, **kwargs)
+
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """Return the optimizer of `optim`, for the matrices Muon if `muon_learning_rate` is given."""
         args = self.args
