@@ -73,7 +73,7 @@ def test_what_is_taken_from_other_trainers(tmp_path: Path) -> None:
     plain = TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(TypeError, match="takes DartTrainingArguments, not TrainingArguments"):
         DartTrainer(tiny_head(target), target, plain, train_dataset=ROWS)  # type: ignore[arg-type]
-    for texts in ([{"text": "a"}], ["documents are text"], ({"text": "a"},), []):
+    for texts in ([{"text": "a"}], ["documents are text"], ({"text": "a"},)):
         with pytest.raises(TypeError, match=r"The first row is .*from_dict"):
             trainer_on(tmp_path, texts)
     given = DartTrainingArguments(str(tmp_path), use_cpu=True)

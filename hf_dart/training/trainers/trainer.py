@@ -165,8 +165,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
         if getattr(data, "column_names", ()) is None:  # a stream of `datasets` that was mapped
             data = data._resolve_features()
         columns = getattr(data, "column_names", None)  # of `datasets`
-        if columns is None and hasattr(data, "__len__") and not isinstance(data, str):
-            first = next(iter(data), None)
+        if columns is None and hasattr(data, "__len__") and len(data) and not isinstance(data, str):
+            first = next(iter(data))
             if not isinstance(first, Mapping) or "documents" not in first:
                 raise TypeError(f"The first row is {first!r:.40}; give datasets.Dataset.from_dict({{'text': texts}}).")
         return data if columns is None or "documents" in columns else self._pack(data)
