@@ -99,6 +99,11 @@ class DraftStats:
     trace: Trace | None = None
 
     @property
+    def _counts(self) -> dict[str, int]:
+        """Fields that are whole numbers."""
+        return {name: count for name, count in vars(self).items() if isinstance(count, int)}
+
+    @property
     def tau(self) -> float:
         """Tokens committed per target forward and row, bonus included."""
         return self.tokens / self.row_rounds if self.row_rounds else 0.0
@@ -143,9 +148,8 @@ class DraftStats:
 
     def merge(self, other: DraftStats) -> None:
         """Add the counts and times of another call."""
-        for name, count in vars(other).items():
-            if isinstance(count, int):
-                setattr(self, name, getattr(self, name) + count)
+        for name, count in other._counts.items():
+            setattr(self, name, getattr(self, name) + count)
         self._accept(other.accepted_per_depth)
         self.committed += other.committed
         self.add_times(other)
@@ -170,7 +174,7 @@ class DraftStats:
     def to_dict(self) -> dict[str, Any]:
         """All figures but those of single rounds, as numbers, lists and dicts that JSON takes."""
         return {
-            **{name: count for name, count in vars(self).items() if isinstance(count, int)},
+            **self._counts,
             **{name: getattr(self, name) for name in ("tau", "accepted", "acceptance_rate")},
             "accepted_per_depth": list(self.accepted_per_depth),
             "seconds": dict(self.seconds),

@@ -98,7 +98,8 @@ def packed_linear(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> 
 def few_rows(weights: list[Tensor], copies: list[Tensor]) -> tuple[int, int]:
     """Measure from how many rows on, 4 at most, products with packed copies of weights of one shape are faster.
 
-    And up to how many they are filled up: four rows take less time than one on some processors.
+    Returns:
+        That number, and the one that fewer rows are filled up to: four take less time than one on some processors.
     """
     full = weights[0].new_zeros(_ALWAYS, weights[0].shape[1])
 
