@@ -154,7 +154,7 @@ class AttachedGenerate:
 
 
 class UndraftedError(Exception):
-    """Error of a call that may run without drafts, and cannot be drafted exactly; nothing of it has run. Says why."""
+    """Error of a call that may run without drafts, and cannot be drafted exactly; it has emitted nothing. Says why."""
 
 
 @contextmanager
@@ -347,11 +347,11 @@ def speculative_generate(
     are `optional`, a call that cannot be drafted raises [`UndraftedError`], so that it can run without.
     """
     with _refusals(optional):
-        request = admit(model, input_ids, **options)
-    _show_prompt(request.streamer, input_ids)
-    session = open_request(request)
+        session = begin_session(admit(model, input_ids, **options))
     engine = session.request.drafter.engine
     with broken_off_on_failure(session):
+        _show_prompt(session.request.streamer, input_ids)
+        session.first_token()
         if engine is not None and not session.rows.finished:
             engine.run(session)
         while not session.rows.finished:
@@ -365,19 +365,24 @@ def open_request(request: Request, generator: torch.Generator | None = None) -> 
     Rounds of the session are to be run until all rows have finished; then `close_call` follows, or `finish.break_off`
     where one fails.
     """
+    session = begin_session(request, generator)
+    with broken_off_on_failure(session):
+        session.first_token()
+    return session
+
+
+def begin_session(request: Request, generator: torch.Generator | None = None) -> Session:
+    """Read the prompt of a call that was let in; should it fail, generator and cache are as they were."""
     noise = None
     if request.generation_config.do_sample:
         ids = request.input_ids
         noise = NoiseStream(len(ids), 0, ids.device, forecast=request.in_step, generator=generator)
     try:
-        session = Session(request, noise)
+        return Session(request, noise)
     except BaseException:
         if noise is not None:
             noise.end()
         raise
-    with broken_off_on_failure(session):
-        session.first_token()
-    return session
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from support.cases import GREEDY, SAMPLED, replay
 from support.compare import assert_identical, outcome, run, snapshot
 from support.sentences import refused
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.users import Listener
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
@@ -182,6 +183,20 @@ def test_refused_situations(target: Any, head: DartHead, drafting: dict[str, Any
     with situation(target) as given:
         refused(lambda: target.generate(**{**INPUTS, **GREEDY, **given, **drafting}), ValueError, words)
     assert_identical(target.eval(), head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["embeddings beside ids, in chunks", "dropped entries"])
+def test_situations_that_the_prompt_shows(target: Any, head: DartHead, name: str) -> None:
+    """A call that need not be drafted is stock's own, though the target has read the prompt by then."""
+    situation, words = SITUATIONS[name]
+    with situation(target) as given:
+        stock = run(target, {**INPUTS, **given}, 3, **SAMPLED, streamer=(theirs := Listener()))
+        attach(target, head)
+        with pytest.warns(UserWarning, match=f"without drafts: .*{words}"):
+            ours = run(target, {**INPUTS, **given}, 3, **SAMPLED, streamer=(listener := Listener()))
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert torch.equal(ours.state, stock.state)
+    assert listener.calls == theirs.calls
 
 
 @pytest.mark.parametrize("room", [8, WINDOW])
