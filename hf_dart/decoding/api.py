@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
+from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.request import Request, admit
 from hf_dart.decoding.session import Session, one_round
@@ -347,10 +348,12 @@ def speculative_generate(
     are `optional`, a call that cannot be drafted raises [`UndraftedError`], so that it can run without.
     """
     with _refusals(optional):
-        session = begin_session(admit(model, input_ids, **options))
+        request = admit(model, input_ids, **options)
+        if not optional:
+            _show_prompt(request.streamer, input_ids)
+        session = begin_session(request, shown=input_ids if optional else None)
     engine = session.request.drafter.engine
     with broken_off_on_failure(session):
-        _show_prompt(session.request.streamer, input_ids)
         session.first_token()
         if engine is not None and not session.rows.finished:
             engine.run(session)
@@ -371,14 +374,21 @@ def open_request(request: Request, generator: torch.Generator | None = None) -> 
     return session
 
 
-def begin_session(request: Request, generator: torch.Generator | None = None) -> Session:
-    """Read the prompt of a call that was let in; should it fail, generator and cache are as they were."""
+def begin_session(request: Request, generator: torch.Generator | None = None, shown: Tensor | None = None) -> Session:
+    """Read the prompt of a call that was let in; the streamer is `shown` it then, as it was given, if not before.
+
+    Should that fail, generator and cache are as they were.
+    """
     noise = None
     if request.generation_config.do_sample:
         ids = request.input_ids
         noise = NoiseStream(len(ids), 0, ids.device, forecast=request.in_step, generator=generator)
     try:
-        return Session(request, noise)
+        with undone_on_failure(request.stock_cache, request.total):
+            session = Session(request, noise)
+            if shown is not None:
+                _show_prompt(request.streamer, shown)
+        return session
     except BaseException:
         if noise is not None:
             noise.end()

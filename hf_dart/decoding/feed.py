@@ -12,7 +12,7 @@ import transformers
 from packaging.version import Version
 from torch import Tensor
 
-from hf_dart.cache.stock_layers import keeps_states, undone_on_failure
+from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows
@@ -186,26 +186,23 @@ def read_prompt(
 ) -> tuple[PromptReader, list[MaskKind], TargetCache]:
     """Run the prompt through the target, by stock's prefill, and through the drafter.
 
-    Should it fail, a cache that was passed in is as it was.
-
     Returns:
         The reader that handed it to the drafter, the kinds of masks, and the cache that takes over from stock's.
     """
     model = request.model
-    with undone_on_failure(request.stock_cache, request.total):
-        reader = PromptReader(request, drafter_state.state)
-        reader.prefill()
-        if reader.shift is not None and bool(reader.shift.any()):
-            refuse_crossing(model, 0, 0, request.most, max(int(reader.shift.max()), 0))
-        # Some layers get their class only when first used, and Phi-3 takes a new cache for long prompts.
-        stock = refuse_cache(cache_after(model, reader.outputs, request.stock_cache))
-        refuse_compressed(stock, request.total)
-        kinds = mask_kinds(model, stock)
-        nodes = request.tree_config.resolve_nodes(len(rows), rows.device.type)
-        windows = layer_windows(model, stock) if request.windowed else None
-        capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
-        lend = request.users_cache and request.windowed and not any(request.pads)
-        keep, most = request.returns_cache, request.most + nodes
-        cache = TargetCache(stock, request.pads, capacity, keep, most, windows, lend)
-        refuse_extra_inputs(model, cache, kinds, reader.shift, reader.extra_inputs)
+    reader = PromptReader(request, drafter_state.state)
+    reader.prefill()
+    if reader.shift is not None and bool(reader.shift.any()):
+        refuse_crossing(model, 0, 0, request.most, max(int(reader.shift.max()), 0))
+    # Some layers get their class only when first used, and Phi-3 takes a new cache for long prompts.
+    stock = refuse_cache(cache_after(model, reader.outputs, request.stock_cache))
+    refuse_compressed(stock, request.total)
+    kinds = mask_kinds(model, stock)
+    nodes = request.tree_config.resolve_nodes(len(rows), rows.device.type)
+    windows = layer_windows(model, stock) if request.windowed else None
+    capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
+    lend = request.users_cache and request.windowed and not any(request.pads)
+    keep, most = request.returns_cache, request.most + nodes
+    cache = TargetCache(stock, request.pads, capacity, keep, most, windows, lend)
+    refuse_extra_inputs(model, cache, kinds, reader.shift, reader.extra_inputs)
     return reader, kinds, cache

@@ -17,7 +17,7 @@ from support.sentences import refused
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import Listener
 from torch import Tensor
-from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
+from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration, TextStreamer
 
 from hf_dart import DartHead, LookupDrafter
 from hf_dart.decoding import request as options
@@ -197,6 +197,26 @@ def test_situations_that_the_prompt_shows(target: Any, head: DartHead, name: str
     assert torch.equal(ours.sequences, stock.sequences)
     assert torch.equal(ours.state, stock.state)
     assert listener.calls == theirs.calls
+
+
+def test_failures_after_the_prompt_was_read(target: Any, head: DartHead) -> None:
+    """A cache that was passed in is as it was, for stock's own call, too."""
+    stock = run(target, INPUTS, 3, **SAMPLED, **{CACHE: DynamicCache(config=target.config)}).sequences
+
+    def fails(session: Any) -> Any:
+        raise ValueError("an observer that cannot begin")
+
+    attach(target, head)
+    head.observers = (fails,)
+    with pytest.warns(UserWarning, match="without drafts: an observer"):
+        ours = run(target, INPUTS, 3, **SAMPLED, **{CACHE: DynamicCache(config=target.config)}).sequences
+    assert torch.equal(ours, stock)
+    head.observers = ()
+    for drafting in ({}, {"assistant": head}):
+        cache = DynamicCache(config=target.config)
+        with pytest.raises(ValueError, match="batch size 1"):
+            target.generate(**prompts([7, 7]), **GREEDY, **drafting, **{CACHE: cache}, streamer=TextStreamer(None))
+        assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("room", [8, WINDOW])
