@@ -37,7 +37,7 @@ _KEPT = 0.7  # of a promised acceptance length: other text may cost the rest
 
 
 def examine(
-    target: str | None, head: str | None, dtype: str | None, device_map: Any, new_tokens: int = 48, **options: Any
+    target: str | None, head: str | None, dtype: str | None, new_tokens: int = 48, **options: Any
 ) -> dict[str, Any]:
     """Check a target and its drafter (of `load_pair`) on this machine, as far as they can be loaded, on ten prompts.
 
@@ -46,7 +46,7 @@ def examine(
     checks, settings, part = [*_machine()], [], "target"
     try:
         target = target or target_of(head)
-        model, tokenizer = load_quietly(target, dtype, device_map, **options)
+        model, tokenizer = load_quietly(target, dtype, **options)
         checks += [_check(part, True, shown_name(target, part), ""), *_model(model)]
         part = "trial"
         with as_user_error():

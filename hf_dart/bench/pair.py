@@ -30,21 +30,20 @@ def load_pair(
     target: str | None = None,  # folder or Hub id, or `PACKAGED`; None is the one that the head was made for
     head: str | None = None,  # the same; None is the packaged target's, and copied text alone with others
     dtype: str | None = None,  # one of `DTYPES`; None is float32 for the packaged target, else as they were saved
-    device_map: str | None = None,  # as for `from_pretrained` of the target, like `options`
-    **options: Any,
+    **options: Any,  # of `from_pretrained` of the target, such as `device_map`
 ) -> Pair:
     """Load a target, its tokenizer and its head, attached; a `UserError` if one cannot be loaded or they do not fit."""
     target = target or target_of(head)
-    return with_head(*load_quietly(target, dtype, device_map, **options), target, head)
+    return with_head(*load_quietly(target, dtype, **options), target, head)
 
 
-def load_quietly(target: str, dtype: str | None, device_map: Any, **options: Any) -> tuple[Any, Any]:
+def load_quietly(target: str, dtype: str | None, **options: Any) -> tuple[Any, Any]:
     """Do what `load_target` does, without transformers' progress bars and warnings."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    return load_target(target, dtype, device_map, **options)
+    return load_target(target, dtype, **options)
 
 
 def with_head(model: Any, tokenizer: Any, target: str, head: str | None) -> Pair:

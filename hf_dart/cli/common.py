@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -65,7 +66,7 @@ def placing_options() -> argparse.ArgumentParser:
     """Make a parent parser: how a target runs."""
     target = argparse.ArgumentParser(add_help=False)
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
-    target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
+    target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda:1, ... (default: a GPU, if any)")
     target.add_argument("--attn-implementation", metavar="NAME", help="attention of the target, as for from_pretrained")
     fields = 'of the target: fields of a quantization config of transformers, such as {"load_in_4bit": true}'
     target.add_argument("--quantization", type=json_object, metavar="JSON", help=fields)
@@ -107,7 +108,7 @@ def load(arguments: argparse.Namespace) -> Pair:
     target = arguments.target or target_of(arguments.head)
     if vars(arguments).get("chat") and not load_tokenizer(target).chat_template:  # before the slow model
         raise UserError("This target's tokenizer has no chat template; leave --chat out.")
-    pair = load_pair(target, arguments.head, arguments.dtype, arguments.device_map, **options)
+    pair = load_pair(target, arguments.head, arguments.dtype, **options)
     if arguments.ngram is not None:
         from hf_dart.trees.ngram import NgramTable
 
@@ -117,8 +118,12 @@ def load(arguments: argparse.Namespace) -> Pair:
 
 
 def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Options of `from_pretrained` that `target_options` adds, dtype and places aside."""
-    options = given(arguments, ("attn_implementation",))
+    """Options of `from_pretrained` that `placing_options` adds, but for the dtype; the target goes to a GPU if any."""
+    import torch
+
+    options = given(arguments, ("device_map", "attn_implementation"))
+    if torch.cuda.is_available():
+        options.setdefault("device_map", {"": int(os.environ.get("LOCAL_RANK", 0))})
     if arguments.quantization is not None:
         options["quantization_config"] = arguments.quantization
     return options

@@ -23,8 +23,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.bench import examining
 
     common.set_threads(arguments.threads)
-    given = (arguments.target, arguments.head, arguments.dtype, arguments.device_map, arguments.new_tokens)
-    report = examining.examine(*given, **common.loading_options(arguments))
+    options = {"new_tokens": arguments.new_tokens, **common.loading_options(arguments)}
+    report = examining.examine(arguments.target, arguments.head, arguments.dtype, **options)
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:

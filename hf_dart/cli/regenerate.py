@@ -67,7 +67,6 @@ def _run(arguments: argparse.Namespace) -> int:
     part, parts = arguments.shard or (rank + 1, processes)
     common.set_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.target)
-    import torch
 
     from hf_dart.hub.download import cached_commit
     from hf_dart.hub.machine import versions
@@ -89,10 +88,7 @@ def _run(arguments: argparse.Namespace) -> int:
         fields = common.given(arguments, ("text_field", "messages_field", "streaming", "cache_dir", "chat_template"))
         data = DataArguments(train_data=arguments.data, enable_thinking=arguments.thinking, train_on="all", **fields)
         sources = open_sources(data, tokenizer, arguments.seed)
-        device_map = arguments.device_map
-        if device_map is None and torch.cuda.is_available():
-            device_map = {"": int(os.environ.get("LOCAL_RANK", 0))}
-        model, _ = load_target(arguments.target, arguments.dtype, device_map, **common.loading_options(arguments))
+        model, _ = load_target(arguments.target, arguments.dtype, **common.loading_options(arguments))
         head = None if arguments.head is None else load_head(arguments.head, model, tokenizer)
         name = arguments.target or "packaged target"
         keep_settings(

@@ -47,7 +47,7 @@ def threads() -> Iterator[int]:
 
 
 def examined(pair: Path) -> tuple[bool, dict[str, Any], dict[str, dict[str, Any]]]:
-    report = examining.examine(str(pair / "target"), str(pair / "head"), "float32", None)
+    report = examining.examine(str(pair / "target"), str(pair / "head"), "float32")
     return report["passed"], report, {one["name"]: one for one in report["checks"]}
 
 
@@ -87,7 +87,7 @@ def test_a_pair_that_does_not_load(breaks: Callable[[Path], None], found: str, r
 def test_what_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package, a target, and a target's memory for packed weights."""
     monkeypatch.setattr(examining, "requires", lambda name: ["not-installed>=1", "torch>=99"])
-    checks = {one["name"]: one for one in examining.examine(str(tmp_path), None, None, None)["checks"]}
+    checks = {one["name"]: one for one in examining.examine(str(tmp_path), None, None)["checks"]}
     assert checks["versions"]["remedy"] == "pip install 'not-installed>=1' 'torch>=99'"
     assert "holds no config.json" in checks["target"]["found"]
     assert checks["target"]["remedy"] == "give the folder that the target was saved to."

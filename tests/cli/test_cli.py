@@ -23,7 +23,7 @@ from transformers import LlamaConfig, T5Config
 from hf_dart.bench.exact import Difference, Run, differences
 from hf_dart.bench.pair import load_pair
 from hf_dart.cli import demo_learning, main
-from hf_dart.cli.common import check_file, write_json
+from hf_dart.cli.common import check_file, loading_options, placing_options, write_json
 from hf_dart.cli.demo import demo
 from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
@@ -170,6 +170,15 @@ def test_a_target_without_a_tokenizer_is_told_that(tmp_path: Path, capsys: pytes
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((PACKAGED_TARGET / name).read_bytes())
     assert_command_says(["generate", "x", "--target", str(tmp_path), "--head", HEAD], "holds no tokenizer", capsys)
+
+
+def test_a_target_goes_to_the_gpu_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the command line says where."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    for words, place in ([], {"": 1}), (["--device-map", "cpu"], "cpu"):
+        given = placing_options().parse_args(words)
+        assert loading_options(given)["device_map"] == place
 
 
 def test_help_does_not_wait_for_torch() -> None:
