@@ -174,9 +174,10 @@ def _cpu_seconds(process: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def commands(ours: Sequence[str], target: str, dtype: str) -> dict[str, list[str]]:
+def commands(ours: Sequence[str], target: str, dtype: str, device: str) -> dict[str, list[str]]:
     """Return the command of each server, by its name; `ours` are options of `hf-dart serve`."""
-    theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", target, "--dtype", dtype]
+    theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", target]
+    theirs += ["--dtype", dtype, "--device", device]
     return {
         "hf-dart serve": [sys.executable, "-m", "hf_dart.cli", "serve", *ours],
         "transformers serve": theirs,

@@ -87,7 +87,7 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     common.check_file(arguments.json)
     from hf_dart.bench import report, serving, suites
     from hf_dart.hub import tables
-    from hf_dart.hub.loading import target_path
+    from hf_dart.hub.loading import PACKAGED, target_path
 
     settings = serving.Settings(**common.given(arguments, ("clients", "requests", "new_tokens", "temperature")))
     pair = common.load(arguments)  # which also finds what is wrong with it before a server does
@@ -95,10 +95,14 @@ def _run_serve(arguments: argparse.Namespace) -> int:
     prompts = suites.cut_prompts(pair.tokenizer, files, arguments.prompts, arguments.prompt_tokens)
     content = report.circumstances(pair, settings, text, ["hf-dart", *arguments.words])
     asked = [pair.tokenizer.decode(ids, skip_special_tokens=True) for ids in prompts]
-    target, names = target_path(arguments.target or target_of(arguments.head)), ("target", "head", "dtype", "threads")
-    given = {"seats": arguments.seats, **common.given(arguments, names), "target": target}
-    ours = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    commands = serving.commands(ours, target, content["dtype"])
+    named = arguments.target or target_of(arguments.head)
+    target = target_path(named)  # by which both servers know it
+    names = ("head", "seats", "ngram", "dtype", "device_map", "attn_implementation", "threads")
+    given = {**({"head": PACKAGED} if named == PACKAGED else {}), **common.given(arguments, names), "target": target}
+    if arguments.quantization is not None:
+        given["quantization"] = json.dumps(arguments.quantization)
+    ours = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    commands = serving.commands(ours, target, content["dtype"], pair.model.device.type)
     if arguments.ours_alone:
         commands = dict([*commands.items()][:1])
     content["results"] = serving.measure(commands, target, asked, settings)

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from hf_dart.bench import serving
+from hf_dart.cli import common, main, parser
 from hf_dart.errors import UserError
 
 # A server of two texts, of which the second is another one with each answer, and of errors.
@@ -68,6 +69,19 @@ def test_pauses_are_those_of_the_seed() -> None:
     assert moments[0] == moments[1]
     assert len(set(moments[0])) == 6
     assert serving.pauses(serving.Settings(seed=6), 2) != serving.pauses(serving.Settings(seed=5), 2)
+
+
+def test_servers_run_as_the_report_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target has no head by its folder alone."""
+    seen: dict[str, list[str]] = {}
+    monkeypatch.setattr(serving, "measure", lambda commands, *others: seen.update(commands) or {})
+    words = ["--device-map", "cpu", "--attn-implementation", "eager"]
+    assert main(["bench", "serve", "--threads", "1", "--text", __file__, *words]) == 0
+    ours, theirs, _ = seen.values()
+    server = parser().parse_args(ours[ours.index("serve") :])
+    assert (server.device_map, server.attn_implementation, server.threads) == ("cpu", "eager", 1)
+    assert common.load(server).head_name == "packaged head"
+    assert theirs[-2:] == ["--device", "cpu"]
 
 
 def test_a_server_that_ends() -> None:
