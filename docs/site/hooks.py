@@ -116,7 +116,13 @@ def _generated() -> dict[str, str]:
 
 
 _INTERFACES = {
-    "A call": ("hf_dart.decoding.finish.DartGenerateOutput", "hf_dart.decoding.stats.DraftStats"),
+    "A call": (
+        "hf_dart.decoding.finish.DartGenerateOutput",
+        "hf_dart.decoding.stats.DraftStats",
+        "hf_dart.engine.compiling.EngineConfig",
+        "hf_dart.serve.handle.Handle",
+        "hf_dart.learning.learner.LearnerStats",
+    ),
     "A drafter of your own": (
         "hf_dart.drafters.base.Drafter",
         "hf_dart.drafters.base.Proposal",

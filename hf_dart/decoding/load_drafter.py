@@ -91,6 +91,11 @@ def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None
     `target.generate` stays as it is. Folders and repositories with a `custom_generate` folder load their own drafter
     so; a folder that was written again is loaded again.
 
+    Args:
+        path: a folder, or the id of a repository on the Hub.
+        target: the model to draft for.
+        revision, token: as for `from_pretrained`.
+
     Raises:
         OSError, ValueError: as [`load_drafter`].
     """

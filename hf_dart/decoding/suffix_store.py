@@ -76,7 +76,11 @@ class SuffixStore:
             return [name for name, number in self._numbers.items() if number in held]
 
     def namespace(self, name: str) -> Namespace:
-        """Return the part of the store that calls with `memory=` this see; "" is the store's own."""
+        """Return the part of the store that calls with `memory=` this see; "" is the store's own.
+
+        Raises:
+            TypeError: `name` is no string.
+        """
         if not isinstance(name, str):
             raise TypeError(f"A namespace is named by a string, not {name!r:.100}; give str(name).")
         return Namespace(self, name)

@@ -17,8 +17,8 @@ class LookupDrafter(Drafter[None]):
     summaries, answers that quote.
 
     Args:
-        tree_config: the shape of its trees, of which only `lookup`, `nodes`, `node_cost` and `verify_costs` matter;
-            None is `TreeConfig(draft_cost=0.0)`.
+        tree_config: the shape of its trees, of which only `lookup`, `nodes`, `node_cost`, `verify_costs` and
+            `level_cost` matter; None is `TreeConfig(draft_cost=0.0)`.
     """
 
     draft_length = 0

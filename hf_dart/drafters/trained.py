@@ -292,6 +292,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             The drafter, attached to `target`.
 
         Raises:
+            TypeError: a field is unknown, or `target` is no model.
             ValueError: a field is out of range, or the target cannot verify trees.
         """
         fields = cls.config_class.for_target(target, **config)

@@ -34,7 +34,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 def add_custom_generate(folder: str | Path) -> None:
-    """Write the files that `generate(..., custom_generate=FOLDER)` runs to a drafter's folder."""
+    """Write to a drafter's folder what `generate(..., custom_generate=FOLDER, trust_remote_code=True)` runs."""
     made = Path(folder, _CUSTOM_GENERATE.name)
     made.mkdir(parents=True, exist_ok=True)
     for file in filter(Path.is_file, _CUSTOM_GENERATE.iterdir()):

@@ -215,7 +215,7 @@ class Learner:
                 self._student.use(False)
 
     def save(self, path: str) -> None:
-        """Write the head as it drafts now, or its adapter, for `DartHead.from_pretrained`."""
+        """Write the head as it drafts now, or its adapter, for `from_pretrained`; a `ValueError` if it has no head."""
         with self._busy:
             self._bound().head.save_pretrained(path)
 

@@ -96,6 +96,13 @@ def iterate_many(
         tokenizer: of texts, and of `stop_strings`.
         progress: show a bar, unless transformers' bars are disabled.
         options: those of `generate`, for every prompt. Each has its own copies of processors and criteria.
+
+    Yields:
+        The handle of each prompt.
+
+    Raises:
+        TypeError: `prompts` is one text or mapping.
+        ValueError: `seed` names fewer seeds than there are prompts.
     """
     if isinstance(prompts, str | Mapping):
         raise TypeError(f"prompts= is one {type(prompts).__name__}; give a list of prompts.")

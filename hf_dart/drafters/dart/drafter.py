@@ -120,7 +120,11 @@ class DartHead(TrainedDrafter):
             seed: of the initial weights; the global generators are not moved.
             config: fields of [`DartConfig`] that shall differ from the paper's head.
 
+        Returns:
+            The head, attached to `target`.
+
         Raises:
+            TypeError: a field is unknown, or `target` is no model.
             ValueError: a field is out of range, or the target's layers cannot be copied.
         """
         if tokenizer is not None and config.get("mask_mode") == "peagle" and config.get("mask_token_id") is None:
