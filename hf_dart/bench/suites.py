@@ -92,7 +92,7 @@ def _rows(name: str) -> Iterator[Any]:
         raise UserError(f"The Hub has no {named}; name its file, as --suite {named}=question.jsonl.")
     file = _FOLDER / f"{name}.jsonl" if name in PACKAGED else Path(place)
     if file.suffix == ".jsonl":
-        for number, line in enumerate(read_text(file, "the suite ").splitlines(), start=1):
+        for number, line in enumerate(read_text(file, "the suite ").split("\n"), start=1):
             try:
                 if line.strip():
                     yield json.loads(line)

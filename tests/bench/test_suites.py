@@ -93,14 +93,14 @@ def test_every_benchmark_by_its_name(tmp_path: Path) -> None:
 
 def test_categories_apart_and_one_bad_row(tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     many = [{"question": f"x{number}", "category": "a"} for number in range(3)]
-    few = {"question": "y", "category": "b"}
+    few = '{"question": "y\u2028z", "category": "b"}'  # which other readers take for the end of a line
     file = written(tmp_path / "mine.jsonl", many[0], "{", many[1], few, {"question": 3}, many[2])
     with caplog.at_level(logging.WARNING):
         assert decoded(tokenizer, file, 2, least=2) == {"a": ["x0", "x1"]}
     assert "2 rows of" in caplog.text
     assert "Line 2 is not JSON" in caplog.text
     assert "Categories with less than 2 prompts are left out: 'b'." in caplog.text
-    assert decoded(tokenizer, file, 2) == {"a": ["x0", "x1"], "b": ["y"]}
+    assert decoded(tokenizer, file, 2) == {"a": ["x0", "x1"], "b": ["y\u2028z"]}
 
 
 @pytest.mark.parametrize("name", ["file", "folder"])
