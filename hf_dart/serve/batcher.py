@@ -246,8 +246,7 @@ class Batcher:
     def _next(self, autocast: torch.dtype | None) -> _Call | None:
         """Take the first request that waits, if there is room for it."""
         with self._changed:
-            while self._waiting and self._waiting[0].handle.cancelled():
-                self._waiting.popleft()
+            self._waiting = deque(call for call in self._waiting if not call.handle.cancelled())
             if not self._waiting or self._waiting[0].autocast != autocast or not self._seats.free:
                 return None
             calls = [self._waiting[0], *self._running]

@@ -397,6 +397,19 @@ def test_requests_that_are_cancelled_make_room_at_once(monkeypatch: pytest.Monke
     assert held == [(3, 2), (1, 1)]
 
 
+def test_requests_that_are_cancelled_do_not_wait() -> None:
+    """Nor do others that wait before them hold them."""
+    target = tiny_target("llama")
+    batcher, handles, held = Scheduled(target, tiny_head(target), seats=1), list[Handle](), list[int]()
+    options = {**prompts([4]), "do_sample": False, "max_new_tokens": 30}
+    batcher.schedule[1] += [lambda: handles.append(batcher.submit(**options))] * 2
+    batcher.schedule[2].append(lambda: handles[1].cancel())
+    batcher.schedule[3].append(lambda: held.append(batcher.waiting))
+    batcher.submit(**options).result(timeout=60)
+    batcher.close()
+    assert held == [1]
+
+
 def test_a_request_that_goes_beyond_the_table_of_positions() -> None:
     """As it would take those that share its forward with it, it runs alone."""
     target, handles = tiny_target("gpt2"), list[Handle]()  # which has 256
