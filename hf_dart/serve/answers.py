@@ -62,7 +62,11 @@ class Completion:
             told = {
                 "tokens": tokens,
                 "token_logprobs": [one.logprob for one in piece.logprobs],
-                "top_logprobs": [{self._decode([token]): value for token, value in one.top} for one in piece.logprobs],
+                "top_logprobs": [
+                    # Of tokens that decode alike, parts of a character say, the best one counts.
+                    {self._decode([token]): value for token, value in reversed(one.top)}
+                    for one in piece.logprobs
+                ],
                 "text_offset": offsets,
             }
         return {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": piece.end}
@@ -104,7 +108,7 @@ class Chat(Completion):
 
     def _token(self, scored: tuple[int, float]) -> dict[str, Any]:
         text = self._decode([scored[0]])
-        return {"token": text, "logprob": scored[1], "bytes": [*text.encode()]}
+        return {"token": text, "logprob": scored[1], "bytes": None if "\ufffd" in text else [*text.encode()]}
 
 
 def _calls(piece: Piece) -> list[dict[str, Any]]:

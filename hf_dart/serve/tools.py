@@ -43,10 +43,10 @@ def grammar_of(asked: Asked, xgrammar: Any) -> dict[str, Any]:
 class Reader:
     """Reader of one text as it comes, which tells calls of functions, `calls` so far, from the rest.
 
-    The answer may begin in the prompt. Raises a `Refusal` where nothing says what a call looks like in such a text.
+    Raises a `Refusal` where nothing says what a call looks like in such a text.
     """
 
-    def __init__(self, asked: Asked, tokenizer: Any, model: Any, prompt: list[int]) -> None:
+    def __init__(self, asked: Asked, tokenizer: Any, model: Any) -> None:
         self.calls, self._held, self._most = 0, "", None if asked.parallel else 1
         self._forced = bool(asked.forced)
         self._parser: Any = None
@@ -60,8 +60,8 @@ class Reader:
             message = "The tokenizer has no response_template, which says what a call looks like"
             raise Refusal(f'{message}; give tool_choice "required", "none" or a function.', "tool_choice")
         fields = {name: field for name, field in template["fields"].items() if name in ("content", "tool_calls")}
-        begun = "" if asked.forced else tokenizer.decode(prompt)
-        self._parser = ResponseParser({**template, "fields": fields}, begun, tools=asked.functions)
+        # What the prompt ends with is no part of the text, and no template begins a call there.
+        self._parser = ResponseParser({**template, "fields": fields}, "", tools=asked.functions)
         self._items = response_events_to_chunks
 
     @property

@@ -65,7 +65,7 @@ class _Text(Observer):
         options = {**options, "logits_processor": processors}
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
         self._detokenizer = Detokenizer(service.tokenizer, asked.stop, special=bool(asked.functions))
-        self._reader = Reader(asked, service.tokenizer, service.model, ids)
+        self._reader = Reader(asked, service.tokenizer, service.model)
         self.tokens, self.end, self._most = 0, "", options["max_new_tokens"]
         given = torch.tensor([ids], device=service.batcher.device)
         options |= {"attention_mask": torch.ones_like(given), "tokenizer": service.tokenizer}
@@ -146,7 +146,8 @@ class Texts:
         await loop.run_in_executor(service.reader, self._submit, loop, grammar)
         while not any(text.handle.tokens or text.handle.done() for text in self._texts):
             await self._wait()
-        self._first = perf_counter() - self._begun
+        if any(text.handle.tokens for text in self._texts):
+            self._first = perf_counter() - self._begun
         self._news.set()
 
     async def pieces(self) -> AsyncIterator[Piece]:

@@ -221,7 +221,7 @@ def test_log_probabilities(target: Any, client: Any, sampled: bool) -> None:
     wanted = expected.gather(1, ids[0, len(PROMPT) :, None])[:, 0].tolist()
     assert told.token_logprobs == pytest.approx(wanted, abs=1e-5)
     for top, scores in zip(told.top_logprobs, expected, strict=True):
-        assert list(top) == [TOKENIZER.decode([token]) for token in scores.topk(3).indices.tolist()]
+        assert [*top][::-1] == [TOKENIZER.decode([token]) for token in scores.topk(3).indices.tolist()]
     given |= {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "top_logprobs": 2}
     said = client.chat.completions.create(**given).choices[0]
     parts = client.chat.completions.create(**given, stream=True)
@@ -437,6 +437,7 @@ def test_an_answer_that_takes_too_long(target: Any) -> None:
     asked = {"prompt": PROMPT, "max_tokens": 190, "logit_bias": {"3": -100}, "temperature": 1}
     with served(service) as address:
         status, error, _ = refused(address, "completions", asked)
+        assert error["type"] == "server_error"
         assert (status, error["message"]) == (504, "The answer took more than 1 s; ask for fewer tokens.")
         _, answer, _ = ask(address, "/v1/completions", {**asked, "stream": True})
         assert answer.splitlines()[-2].startswith('data: {"error": {"message": "The answer took more than 1 s')

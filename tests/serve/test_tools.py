@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_dart import LookupDrafter
 from hf_dart.bench.pair import load_pair
+from hf_dart.serve.answers import Chat
 from hf_dart.serve.parameters import ChatAsked
 from hf_dart.serve.service import Limits, Service
 from hf_dart.serve.tools import Reader
@@ -291,8 +293,16 @@ def test_calls_that_are_cut_before_they_begin(service: Service, text: str, conte
     """Where one has to be made, a part of its first word is text, too."""
     asked = ChatAsked(messages=MESSAGES, tools=TOOLS, tool_choice="required")
     written = text.format(call='<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')
-    shown, calls = Reader(asked, service.tokenizer, service.model, [5]).add(written, last=True)
+    shown, calls = Reader(asked, service.tokenizer, service.model).add(written, last=True)
     assert (shown, len(calls)) == (content, count)
+
+
+def test_parts_of_a_character_have_no_bytes(service: Service) -> None:
+    """Those that clients join to characters; a text of its own has them."""
+    part = service.tokenizer("€", add_special_tokens=False)["input_ids"][0]
+    answer = Chat(None, SimpleNamespace(size=1), "m", service.tokenizer)
+    whole = service.tokenizer("a", add_special_tokens=False)["input_ids"][0]
+    assert [answer._token((token, -1.0))["bytes"] for token in (part, whole)] == [None, [97]]
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
@@ -308,7 +318,7 @@ def test_text_that_only_looks_like_a_call(service: Service, size: int) -> None:
         ('Well.<tool_call>{"name": "f"', 'Well.<tool_call>{"name": "f"', 0),
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", 0),
     ):
-        reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), tokenizer, service.model, [5])
+        reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), tokenizer, service.model)
         found = [reader.add(text[start : start + size]) for start in range(0, len(text), size)]
         found.append(reader.add("", last=True))
         calls = [one for _, made in found for one in made]
