@@ -10,7 +10,7 @@ from typing import Any
 from hf_dart.bench.pair import load_head
 from hf_dart.cli.common import say
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.hub.loading import DTYPES, PACKAGED_TARGET, load_target, load_tokenizer
+from hf_dart.hub.loading import DTYPES, load_target, load_tokenizer, target_path
 
 
 def add(commands: Any) -> None:
@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _convert_head(arguments: argparse.Namespace) -> None:
     # In the head's own dtype: the target's could round it silently.
-    target, tokenizer = load_target(arguments.target or str(PACKAGED_TARGET))
+    target, tokenizer = load_target(arguments.target)
     head = load_head(arguments.source, target, tokenizer, dtype=arguments.dtype or "auto")
     from hf_dart.drafters.dart.drafter import DartHead
     from hf_dart.drafters.trained import TrainedDrafter
@@ -57,7 +57,7 @@ def _convert_head(arguments: argparse.Namespace) -> None:
         raise UserError(f"{arguments.source!r} is a {type(head).__name__}, which that format has no place for.")
     if head.adapted:
         head.merge_adapter()
-    verifier = arguments.verifier or arguments.target or str(PACKAGED_TARGET)
+    verifier = arguments.verifier or target_path(arguments.target)
     write_vllm(head, arguments.out, target=target, verifier=verifier)
     options = {
         "method": "eagle3",  # vLLM does not recognise P-EAGLE by itself

@@ -62,7 +62,7 @@ def app_of(arguments: argparse.Namespace) -> Any:
     service = Service(pair.model, pair.tokenizer, pair.head, [*names], limits, memory)
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("hf_dart.serve").setLevel(logging.INFO)
-    return build_app(service, arguments.api_key or os.environ.get(_KEY), arguments.enable_cors)
+    return build_app(service, arguments.api_key or os.environ.get(_KEY) or None, arguments.enable_cors)
 
 
 def _run(arguments: argparse.Namespace) -> int:

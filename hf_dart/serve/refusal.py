@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error"}
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class Refusal(HTTPException):
@@ -15,7 +15,7 @@ class Refusal(HTTPException):
         super().__init__(status, message, headers)
         self.error = {
             "message": message,
-            "type": _KINDS.get(status, "invalid_request_error"),
+            "type": _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error"),
             "param": param,
             "code": "model_not_found" if param == "model" else None,
         }

@@ -18,7 +18,7 @@ from hf_dart.decoding.suffix_store import SuffixStore
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import as_user_error, sentence
 from hf_dart.models.tokenizers import end_tokens
-from hf_dart.serve.batcher import MAX_TOKENS, Batcher
+from hf_dart.serve.batcher import MAX_TOKENS, PREFIX_TOKENS, Batcher
 from hf_dart.serve.metrics import Metrics
 from hf_dart.serve.parameters import Asked, CompletionAsked
 from hf_dart.serve.refusal import Refusal
@@ -61,7 +61,8 @@ class Service:
     ) -> None:
         self.model, self.tokenizer, self.names, self.limits = model, tokenizer, [*names], limits
         self.taken = 0  # texts that are being written or wait
-        self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.max_tokens)
+        kept = 0 if memory is None else PREFIX_TOKENS
+        self.batcher = Batcher(model, drafter, seats=limits.seats, max_tokens=limits.max_tokens, prefix_tokens=kept)
         token = torch.ones(1, 1, dtype=torch.long, device=self.batcher.device)
         about = "No request can be answered with the target's generation_config; change it there"
         with as_user_error(ValueError, about=about):

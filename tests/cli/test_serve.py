@@ -41,7 +41,8 @@ def test_sigterm_lets_what_runs_be_answered(tmp_path: Path, monkeypatch: pytest.
         assert process.wait(20) in (0, -signal.SIGTERM)
 
 
-def test_what_runs_past_the_grace_breaks_off() -> None:
+def test_what_runs_past_the_grace_breaks_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_DART_API_KEY", "")  # as files of containers leave it: no key is asked for
     options = ("--target", str(PACKAGED_TARGET), "--dtype", "float32", "--grace", "1")
     with (
         serving.command(*options) as (process, address),
