@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from huggingface_hub import constants, get_token
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors, get_token
 
 try:
     from huggingface_hub.utils import httpx
@@ -37,7 +28,7 @@ def hub_errors(
     """Errors of the Hub inside become an OSError with one sentence on the repository that is asked; others pass."""
     try:
         yield
-    except (OSError, EntryNotFoundError, httpx.TransportError) as error:
+    except (OSError, errors.EntryNotFoundError, httpx.TransportError) as error:
         sentence = _sentence(error, repository, token, revision)
         if sentence is None:
             raise
@@ -48,29 +39,32 @@ def _sentence(error: BaseException, repository: str, token: str | bool | None, r
     """Return the first error of the chain that we know, in words."""
     known: BaseException | None = error
     while known is not None:
-        if isinstance(known, GatedRepoError):
+        if isinstance(known, errors.GatedRepoError):
             return f"{repository!r} is gated; ask for access on {constants.ENDPOINT}/{repository}, then log in."
-        if isinstance(known, (RepositoryNotFoundError, LocalEntryNotFoundError)) and "/" not in repository:
+        if (
+            isinstance(known, errors.RepositoryNotFoundError | errors.LocalEntryNotFoundError)
+            and "/" not in repository
+        ):
             return f"There is no folder {repository!r}, and an id of the Hub names its user; give USER/{repository}."
-        if isinstance(known, RepositoryNotFoundError):
+        if isinstance(known, errors.RepositoryNotFoundError):
             if isinstance(token, str) or (token is not False and get_token()):
                 return f"The Hub shows this token no repository {repository!r}; check the name, or take another token."
             return (
                 f"The Hub shows no repository {repository!r} without a token; check the name or, if it is private, "
                 "log in with `hf auth login` or pass token=."
             )
-        if isinstance(known, RevisionNotFoundError):
+        if isinstance(known, errors.RevisionNotFoundError):
             return f"{repository!r} has no revision {revision!r}; give one of its branches, tags or commits."
-        if isinstance(known, OfflineModeIsEnabled):
+        if isinstance(known, errors.OfflineModeIsEnabled):
             return f"The Hub was not asked for {repository!r}, since HF_HUB_OFFLINE is set; unset it."
-        if isinstance(known, LocalEntryNotFoundError):
+        if isinstance(known, errors.LocalEntryNotFoundError):
             return (
                 f"The Hub cannot be reached and {repository!r} is not on this machine as a whole; go online "
                 "(HF_HUB_OFFLINE=0, local_files_only=False) once."
             )
-        if isinstance(known, EntryNotFoundError):
+        if isinstance(known, errors.EntryNotFoundError):
             return f"{repository!r} lacks a file of a head; push what save_pretrained wrote once more."
-        if isinstance(known, HfHubHTTPError):
+        if isinstance(known, errors.HfHubHTTPError):
             status, said = known.response.status_code, " ".join((known.server_message or str(known)).split())
             return f"The Hub refused {repository!r} with {status} ({said}); {_REMEDIES.get(status, 'try again later')}."
         if isinstance(known, httpx.TransportError):

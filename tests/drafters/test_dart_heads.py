@@ -206,7 +206,6 @@ def test_the_mask_token_is_one_that_no_text_contains(target: Any, tmp_path: Path
         ({"mask_mode": "noise"}, "one of learned, peagle"),
         ({"mask_mode": "peagle"}, "mask_token_id"),
         ({"mask_mode": "peagle", "mask_token_id": 48}, "0..47"),
-        ({"mask_token_id": 3}, "leave it out"),
         ({"mask_mode": "peagle", "mask_token_id": 3, "block_attention": "bidirectional"}, "bidirectional"),
         ({"draft_vocab_size": 49}, "1 to 48"),
         ({"draft_vocabulary": []}, "at least one"),

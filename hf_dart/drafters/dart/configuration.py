@@ -75,20 +75,15 @@ class DartConfig(HeadConfig):
         if kwargs.pop("inject_features", False):
             raise ValueError("This version of hf_dart has no inject_features; train a head without it.")
         super().__post_init__(**kwargs)
-        check_fields(self, choices=_CHOICES)
+        check_fields(self, choices=_CHOICES, least={"selector_rank": 0})
         if self.copied_layer is not None and self.input_form != "stream":
             raise ValueError("A copied layer takes the width of the target's; leave input_form at 'stream'.")
-        self._check_mask_mode()
-        if self.selector_rank < 0:
-            raise ValueError(f"selector_rank is {self.selector_rank}; give 0 for no selector, or more.")
         if self.editor and not self.shift_logits:
             raise ValueError("Edit passes go with shifted logits; leave shift_logits True, or the editor out.")
+        if self.mask_mode == "peagle":
+            self._check_peagle()
 
-    def _check_mask_mode(self) -> None:
-        if self.mask_mode == "learned":
-            if self.mask_token_id is not None:
-                raise ValueError("mask_token_id goes with mask_mode='peagle' only; leave it out.")
-            return
+    def _check_peagle(self) -> None:
         if self.mask_token_id is None:
             raise ValueError(
                 "mask_mode='peagle' needs a token that no text contains; give mask_token_id, or pass tokenizer= to "
