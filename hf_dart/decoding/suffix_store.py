@@ -232,8 +232,9 @@ class SuffixStore:
         if tokenizer is not None and known and not same_vocabulary(known, tokenizer, vocab_size or len(tokenizer)):
             raise ValueError(f"{path} holds texts of another tokenizer; give each tokenizer a store of its own.")
         store._tokenizer_hash, store._vocab_size = known, vocab_size
-        store._counts = CopyCounts(right, seen)
-        bases = np.array([store.number(name) << 32 for name in names], np.int64)
+        store._counts, store._next = CopyCounts(right, seen), len(names) + 1
+        store._numbers = {name: number for number, name in enumerate(names, 1)}
+        bases = np.arange(1, store._next, dtype=np.int64) << 32
         after = np.cumsum(tokens == 0) - (tokens == 0)  # texts before the one that a token is of
         kept = slice(-store._index.capacity + LONGEST, None)
         store._index.add(np.where(tokens > 0, tokens + bases[owners[after]], 0)[kept] if len(tokens) else tokens)

@@ -328,8 +328,9 @@ def saved(tmp_path: Path) -> tuple[SuffixStore, Path]:
     return store, path
 
 
-def test_a_store_comes_back_from_its_file(saved: tuple[SuffixStore, Path]) -> None:
+def test_a_store_comes_back_from_its_file(saved: tuple[SuffixStore, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     store, path = saved
+    monkeypatch.setattr(suffix_store, "_NAMES", 1)  # more are in the file
     for loaded in (SuffixStore.load(path, tokenizer=letters("abcdefghijkl")), SuffixStore.load(path)):
         assert loaded.names == store.names == ["", "ada"]
         assert loaded.tokens == store.tokens
