@@ -219,14 +219,15 @@ class Seats:
         return [(trees[row], budget) for row, budget in enumerate(budgets)]
 
     def _proposals(self, sessions: list[Session], seen: list[Verified]) -> list[Proposal]:
-        """Return the draft of each call after the positions that are new to it; none in a pause, or of no drafter."""
+        """Return the draft of each call after the positions that are new to it; none in a pause, or if one has none."""
         if not seen:
             return []
         depth = sessions[0].grower.depth
         if self._state is None:
             calls = zip(sessions, seen, strict=True)
-            drafts = [s.propose_with(s.drafter_state.state, *new, depth, s.score) for s, new in calls]
-            return [draft for draft in drafts if draft is not None]
+            found = [s.propose_with(s.drafter_state.state, *new, depth, s.score) for s, new in calls]
+            drafts = [draft for draft in found if draft is not None]
+            return drafts if len(drafts) == len(found) else []
 
         def score(depth: int, logits: Tensor) -> Tensor:
             """See `Session.score`, for logits [B, W, V] of all calls."""

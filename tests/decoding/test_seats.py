@@ -221,6 +221,20 @@ def test_drafts_are_those_of_calls_alone(kind: str) -> None:
         assert sum(one.tokens for one in alone) > 1.3 * sum(one.rounds for one in alone)
 
 
+def test_a_text_longer_than_a_drafters_positions() -> None:
+    """It ends the drafts of all calls, and no call."""
+    target, seats = tiny_target("llama"), Seats(2)
+    short = tiny_target("gpt2", num_hidden_layers=1, n_positions=24)
+    drafter, sessions = LanguageModelDrafter(short, target), []
+    for length in (5, 22):
+        sessions.append(opened(target, assistant=drafter, **prompts([length]), **GREEDY))
+        seats.take(sessions[-1])
+    while seats.taken:
+        assert all(failure is None for _, failure in seats.round())
+    for length, session in zip((5, 22), sessions, strict=True):
+        assert torch.equal(close_call(session), stocks(target, (prompts([length]), GREEDY), 0))
+
+
 def test_one_pace_for_all(noted: Any) -> None:
     """Rounds cost what they cost with so many calls; each call is told its share of the time."""
     target = tiny_target("llama")
