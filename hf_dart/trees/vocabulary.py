@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from operator import itemgetter
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 _NEVER = -1e30
@@ -33,9 +34,10 @@ def token_ids(columns: Tensor, vocabulary: Tensor | None) -> Tensor:
 
 
 def spread(logits: Tensor, vocabulary: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits [..., M] of a draft vocabulary as logits [..., V], in fp32 or better; those outside get no mass."""
+    """Logits [..., M] of a draft vocabulary, or of a table of other height, as [..., V]; those outside get no mass."""
     if vocabulary is None:
-        return logits
+        more = vocab_size - logits.shape[-1]
+        return F.pad(logits, (0, more), value=_NEVER) if more else logits
     dtype = torch.promote_types(logits.dtype, torch.float32)
     everywhere = torch.full((*logits.shape[:-1], vocab_size), _NEVER, dtype=dtype, device=logits.device)
     return everywhere.index_copy(-1, vocabulary, logits.to(dtype))

@@ -12,11 +12,11 @@ import torch
 from support.cases import GREEDY
 from support.compare import assert_identical
 from support.sentences import refused
-from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import letters
 from transformers import AutoModelForCausalLM
 
-from hf_dart import DartHead
+from hf_dart import DartHead, load_drafter
 from hf_dart.drafters import compatibility
 from hf_dart.models.tokenizers import vocabulary_hash
 
@@ -55,15 +55,27 @@ def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path, monkeypatch: p
     refused(lambda: twin.generate(**prompts([5]), assistant=head), ValueError, f"and .* has {VOCABULARY + 5}")
 
 
-def test_padding_rows_of_the_vocabulary(target: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [16, -4])
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (tiny_head, {}),
+        (tiny_eagle_drafter, {}),
+        (tiny_eagle_drafter, {"own_lm_head": True}),
+        (tiny_eagle_drafter, {"draft_vocab_size": 30}),
+    ],
+)
+def test_padding_rows_of_the_vocabulary(target: Any, tmp_path: Path, make: Any, fields: Any, more: int) -> None:
     """Tables of different height with one tokenizer: the same vocabulary, padded differently."""
-    padded = tiny_target("qwen3", vocab_size=VOCABULARY + 16)
+    padded = tiny_target("qwen3", vocab_size=VOCABULARY + more)
     tokenizer = letters("abcdefgh")
-    tiny_head(target, tokenizer=tokenizer).save_pretrained(tmp_path)
-    refused(lambda: DartHead.from_pretrained(str(tmp_path), target=padded), ValueError, "padding rows")
-    head = DartHead.from_pretrained(str(tmp_path), target=padded, tokenizer=tokenizer)
+    make(target, tokenizer=tokenizer, **fields).save_pretrained(tmp_path)
+    refused(lambda: load_drafter(str(tmp_path), target=padded), ValueError, "padding rows")
+    head = load_drafter(str(tmp_path), target=padded, tokenizer=tokenizer)
     for size in ([7], [7, 3, 9]):
-        assert_identical(padded, head, prompts(size), do_sample=True, top_k=0, max_new_tokens=20)
+        for options in ({"do_sample": True, "top_k": 0}, {"do_sample": False, "repetition_penalty": 1.2}):
+            inputs = prompts(size, vocabulary=VOCABULARY - 4)
+            assert_identical(padded, head, inputs, **options, max_new_tokens=20)
 
 
 def test_a_target_whose_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

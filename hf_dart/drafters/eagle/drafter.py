@@ -233,8 +233,9 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
 
     def log_chances(self, states: Tensor) -> Tensor:
         logits = self.logits(self.final(states)).float()
-        # Tokens outside the draft vocabulary have almost no probability.
-        return spread(logits, self.draft_vocabulary, self.config.vocab_size).log_softmax(-1)
+        # Tokens outside the draft vocabulary, or the head's own table, have almost no probability.
+        rows = getattr(self.shared.lm_head, "out_features", self.config.vocab_size)
+        return spread(logits, self.draft_vocabulary, rows).log_softmax(-1)
 
     def _run(
         self,
