@@ -43,8 +43,8 @@ _NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor")
 _WEIGHTS = "adapter_model.safetensors"
 _VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
-# Fields of the config that say what an adapter was made for, and do not affect its head's weights.
-_SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
+# Fields of the config that say what an adapter was made for, or how it drafts, and do not affect its head's weights.
+_SETTINGS = ("tree", "enable_thinking", "chat_template_hash", "draft_window", "draft_sink")
 
 
 def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
@@ -197,8 +197,9 @@ def from_folder(
             head.tree_config = TreeConfig(**config.tree)
         for name in _SETTINGS:
             setattr(head.config, name, getattr(config, name))
-        if config.draft_vocab_size is not None:
-            head.reduce_vocabulary(read_state(path, _VOCABULARY, **where)["draft_vocabulary"])
+        if head.lm_head is None:  # else it is the base's
+            whole = config.draft_vocab_size is None
+            head.reduce_vocabulary(None if whole else read_state(path, _VOCABULARY, **where)["draft_vocabulary"])
     return head.eval()
 
 

@@ -144,6 +144,16 @@ def test_the_draft_vocabulary_goes_with_the_adapter(target: Any, base: str, tmp_
         assert torch.equal(drafts(loaded), drafts(head))
     (folder / "draft_vocabulary.safetensors").unlink()
     refused(lambda: DartHead.from_pretrained(str(folder), target=target), ValueError, "no draft_vocabulary")
+    for fields, vocabulary in (({"own_lm_head": True}, list(range(9))), ({}, None)):
+        tiny_head(target, draft_vocab_size=9, **fields).save_pretrained(tmp_path / "few")
+        head = DartHead.from_pretrained(str(tmp_path / "few"), target=target)
+        if vocabulary is None:
+            head.reduce_vocabulary(None)
+        head.add_adapter(LoraConfig(r=2))
+        shaken(head).save_pretrained(folder)
+        loaded = DartHead.from_pretrained(str(folder), target=target)
+        assert vocabulary == (None if loaded.draft_vocabulary is None else loaded.draft_vocabulary.tolist())
+        assert torch.equal(drafts(loaded), drafts(head))
 
 
 # ---- several ----------------------------------------------------------------------------------------------
@@ -273,6 +283,7 @@ def test_what_an_adapter_says_of_its_use_is_kept(target: Any, tmp_path: Path) ->
     head = DartHead.from_pretrained(str(tmp_path / "base"), target=target)
     head.add_adapter(LoraConfig(r=2))
     said = {"tree": {"nodes": 4, "draft_cost": 0.7}, "enable_thinking": True, "chat_template_hash": "abc"}
+    said |= {"draft_window": 40, "draft_sink": 2}
     for name, value in said.items():
         setattr(head.config, name, value)
     head.save_pretrained(tmp_path / "adapter")
