@@ -102,9 +102,9 @@ class TreeConfig:
                 raise ValueError(f"TreeConfig.{name} is {value}; give {least} or more.")
             if value is not None and value > most:
                 raise ValueError(f"TreeConfig.{name} is {value}; give {most} or less.")
-        if self.verify_costs not in ((), []):
-            # They are lists if they come from a JSON file.
-            object.__setattr__(self, "verify_costs", checked_points("TreeConfig.verify_costs", self.verify_costs))
+        given = self.verify_costs  # lists if they come from a JSON file
+        points = () if given in ((), []) else checked_points("TreeConfig.verify_costs", given)
+        object.__setattr__(self, "verify_costs", points)
         if self.scores not in ("survival", "paper"):
             raise ValueError(f"TreeConfig.scores is {self.scores!r}; give 'survival' or 'paper'.")
         if self.scores == "paper" and self.nodes is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,11 @@ NO_COSTS: list[Any] = [
 def test_what_is_no_tree(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         checked_tree(fields)
+
+
+def test_configs_come_back_from_json() -> None:
+    for tree in (TreeConfig(), TreeConfig(verify_costs=POINTS)):
+        assert len({tree, TreeConfig(**json.loads(json.dumps(asdict(tree))))}) == 1
 
 
 def test_help_names_the_fields() -> None:
