@@ -29,6 +29,7 @@ def add(commands: Any) -> None:
     build.add_argument("--column", default="text", help="field of texts or token ids (default: %(default)s)")
     build.add_argument("--tokenizer", help="the target's, a folder or a Hub id (default: the packaged target's)")
     build.add_argument("--order", type=positive, default=3, help="length of the longest n-grams (default: %(default)s)")
+    build.add_argument("--vocab-size", type=positive, metavar="V", help="rows of the target's embeddings, if fewer")
     build.set_defaults(command=_build)
 
     merge = steps.add_parser("merge", help="add up tables, such as those of several machines; prunes them too")
@@ -58,7 +59,7 @@ def _build(arguments: argparse.Namespace) -> int:
             tokenizer=tokenizer,
             eos=tokenizer.eos_token_id,
             progress=say,
-            **given(arguments, ("order", "column", "min_counts")),
+            **given(arguments, ("order", "column", "vocab_size", "min_counts")),
         )
     seconds = perf_counter() - begun
     _describe(table)
@@ -83,7 +84,7 @@ def _info(arguments: argparse.Namespace) -> int:
         table = NgramTable.load(arguments.table)
         if arguments.tokenizer is not None:
             tokenizer = load_tokenizer(arguments.tokenizer)
-            table.check_vocabulary(vocabulary_hash(tokenizer), len(tokenizer))
+            table.check_vocabulary(vocabulary_hash(tokenizer, table.spec.vocab_size), len(tokenizer))
     _describe(table)
     return 0
 

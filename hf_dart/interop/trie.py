@@ -44,7 +44,7 @@ def read_trie(
     if not trie.is_file():
         raise ValueError(f"There is no file {trie}; give a .trie file of DART's n-grams.")
     order, nodes = _read_header(trie)
-    hashed = None if tokenizer is None else vocabulary_hash(tokenizer)
+    hashed = None if tokenizer is None else vocabulary_hash(tokenizer, vocab_size)
     spec = NgramSpec(order, vocab_size or len(tokenizer), hashed)
     with TemporaryDirectory(dir=folder_of(path), prefix=".trie-") as folder:
         known, parts, done = _Known(Path(folder), nodes, spec, trie), list[Path](), 0

@@ -37,6 +37,9 @@ def test_build_merge_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     np.save(ids, np.array([1, 2, 0, 1, 2, 0]))
     assert main(["ngram", "build", first, "--tokens", ids]) == 0
     assert unpacked(NgramTable.load(first)) == by_hand([[1, 2, 0]] * 2, 3)
+    assert main(["ngram", "build", first, "--tokens", ids, "--vocab-size", "9"]) == 0
+    assert main(["ngram", "info", first, "--tokenizer", str(PACKAGED_TARGET)]) == 0
+    assert NgramTable.load(first).spec.vocab_size == 9
     np.array([1, 2, 0], dtype=np.uint16).tofile(tmp_path / "raw")
     assert main(["ngram", "build", first, "--tokens", str(tmp_path / "raw")]) == 0
     assert NgramTable.load(first).tokens == 3

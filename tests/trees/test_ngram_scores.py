@@ -14,6 +14,7 @@ from support.compare import assert_identical, run
 from support.ngrams import back_off, random_table, unpacked
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.trees import paths, plainly
+from support.users import letters
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import DartHead, NgramTable, TreeConfig
@@ -182,6 +183,12 @@ def test_tables_of_other_tokenizers_are_refused(tmp_path: Path, table: NgramTabl
         DartHead.from_pretrained(str(PACKAGED_HEAD), ngram=hashed)
     head.ngram = None
     assert head.ngram is None
+    more = letters("".join(chr(256 + number) for number in range(VOCABULARY)))
+    more.add_special_tokens({"pad_token": "<pad>"})
+    head = tiny_head(target, tokenizer=more)
+    with pytest.raises(ValueError, match=f"`--vocab-size {VOCABULARY}` if it has more tokens"):
+        head.ngram = build([[1, 2]], tmp_path / "whole", tokenizer=more)
+    head.ngram = build([[1, 2]], tmp_path / "cut", tokenizer=more, vocab_size=VOCABULARY)
 
 
 def test_generate_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def build(
             not) gives them. No n-gram reaches from one document into the next.
         path: of the file to write.
         order: n, the length of the longest n-grams.
-        vocab_size: V; as many as `tokenizer` has where left out.
+        vocab_size: V, rows of the target's embedding table; as many as `tokenizer` has where left out.
         tokenizer: of the target: for texts, and so that its hash is kept. Give it for token ids as well.
         eos: token put after every text. For one long array of ids [T], the token that ends each document in it.
         min_counts: see `merge`.
@@ -58,7 +58,7 @@ def build(
     """
     if vocab_size is None and tokenizer is None:
         raise ValueError("The size of the vocabulary is not known; give tokenizer= or vocab_size=.")
-    hashed = None if tokenizer is None else hash_of_ids(tokenizer.get_vocab())
+    hashed = None if tokenizer is None else hash_of_ids(tokenizer.get_vocab(), vocab_size)
     spec = NgramSpec(order, vocab_size or len(tokenizer), hashed)
     _check_min_counts(spec, min_counts)
     if isinstance(documents, np.ndarray) and documents.ndim == 1:

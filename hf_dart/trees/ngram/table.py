@@ -31,8 +31,8 @@ class NgramSpec:
     Args:
         order: n, the length of the longest n-grams.
         vocab_size: V; token ids lie below it.
-        tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of the tokenizer that the corpus was tokenized
-            with, or None if not recorded.
+        tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of the V first tokens of the tokenizer that the
+            corpus was tokenized with, or None if not recorded.
 
     Raises:
         ValueError: an n-gram of that order does not fit into 63 bits.
@@ -143,8 +143,8 @@ class NgramTable:
             fits = self.spec.vocab_size <= rows
         if not fits:
             raise ValueError(
-                f"The n-grams of {self.path} were counted with another tokenizer than the target's; build a table "
-                "with `hf-dart ngram build --tokenizer` of this target."
+                f"The n-grams of {self.path} were counted with another tokenizer than the target's; build one with "
+                f"`hf-dart ngram build --tokenizer` of this target, and `--vocab-size {rows}` if it has more tokens."
             )
 
     def probabilities(self, contexts: Array, candidates: Array) -> Array:
