@@ -90,12 +90,12 @@ def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None, memory
     release_changed(target)  # trials read them
     if not target.training:
         check_verification(target)
-    own = vars(target).get("generate")
+    own, known = vars(target).get("generate"), None
     if isinstance(own, AttachedGenerate):
-        drafter, memory, own = drafter or own.default, memory or own.memory, own.own
+        drafter, known, own = drafter or own.default, own.memory, own.own
     if memory is not None and drafter is None:
         drafter = LookupDrafter()
-    target.generate = AttachedGenerate(target, own, drafter, memory)
+    target.generate = AttachedGenerate(target, own, drafter, memory or known)
     return model
 
 
