@@ -399,7 +399,7 @@ def pair_scores(
     tokens = candidates.clamp(min=0)
     in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
     columns = tokens if proposal.vocabulary is None else columns_of(tokens, proposal.vocabulary, 0)
-    logits = proposal.logits[:, :depth].gather(-1, columns)
+    logits = proposal.logits[:, :depth].gather(-1, columns).clamp(min=-_CERTAIN)  # inf - inf is nan
     delta = added(proposal.hidden[:, :depth], logits, in_front, tokens, columns).float()
     # After each predecessor, the candidates together keep the probability that the draft gave them.
     together = scores.logsumexp(-1, keepdim=True)[:, :, None]

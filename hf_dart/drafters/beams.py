@@ -47,7 +47,7 @@ class BeamProposal(Proposal):
         first = scores[:, :1, None].expand(-1, 1, width, -1)
         depth = scores.shape[1] - 1
         columns = candidates[:, 1:].clamp(min=0)  # [B, d - 1, K]
-        alone = self.logits[:, 1 : depth + 1].gather(-1, columns)
+        alone = self.logits[:, 1 : depth + 1].gather(-1, columns).clamp(min=-1e30)  # -inf - -inf is nan
         wide = columns[:, :, None].expand(-1, -1, self.branches.shape[-1], -1)
         following = self.conditional[:, :depth].gather(-1, wide)  # [B, d - 1, W, K]
         # Scores may include noise and the target's temperature: the branch's change is added, and the candidates

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import Run, assert_identical, run, same, tally
-from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import FORM, Form, FormProcessor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -41,6 +41,17 @@ def test_forced_tokens_are_drafted(target: Any, lengths: list[int], sample: bool
         for drafter, least in drafters:
             same(run(target, prompts(lengths, seed), seed, **options, assistant=drafter), stock)
             assert drafter.last_stats.tau > least, drafter.last_stats.tau
+
+
+@pytest.mark.parametrize("make", [partial(tiny_head, selector_rank=4), tiny_eagle_drafter])
+def test_neighbours_are_scored_among_what_is_allowed(target: Any, make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, tables = make(target), []
+    own = drafter.transitions
+    monkeypatch.setattr(drafter, "transitions", lambda *given: tables.append(own(*given)) or tables[-1])
+    options = {"do_sample": False, "max_new_tokens": 20, "logits_processor": [FormProcessor(6)]}
+    assert_identical(target, drafter, prompts([6]), **options)
+    assert not any(table.isnan().any() for table in tables)
+    assert any(table.isinf().any() for table in tables), "where nothing is allowed"
 
 
 @pytest.mark.usefixtures("executor")
