@@ -129,8 +129,9 @@ class Pace:
         self._spent: dict[str, float] = {}  # seconds of each phase so far
         self._seconds = 0.0  # of a round that costs 1
         self._measured: list[tuple[int, int, float]] = []  # nodes, levels and time of rounds that are to be learnt from
-        self._emitted, self._copies_cost = [0] * batch, 1.0
+        self._copies_cost = 1.0
         self._copies: Sequence[Copies] = ()
+        self._weights: Sequence[float] = ()
         self._alone = 0  # copied nodes that a round without a draft would verify
         self._expects: list[float] = []  # tokens that a draft would add to each row
         self._compared: list[_Compared] = []  # drafted trees that wait for the text
@@ -186,7 +187,7 @@ class Pace:
         self, copies: Sequence[Copies], weights: Sequence[float], deepest: Sequence[int]
     ) -> tuple[bool, Sequence[Copies]]:
         """Choose whether the coming round is drafted, and return that and what each row may copy."""
-        record = self._record
+        record, self._weights = self._record, weights
         due = "node_cost" in self._timed and record.timed[0] < 1  # costs are relative to rounds of the roots alone
         chooses = self._chooses and record.paused is None
         if not (chooses or due):
@@ -225,15 +226,12 @@ class Pace:
         seconds: Mapping[str, float],  # spent in each phase of the call so far
     ) -> None:
         """Learn from a round."""
-        record, before = self._record, self._emitted
-        emitted = [len(row) for row in tokens]
-        self._emitted = [so_far + new for so_far, new in zip(before, emitted, strict=True)]
-        weights = row_weights(before, limits)
+        record, emitted = self._record, [len(row) for row in tokens]
         if self._timed:
             self._time(drafted, nodes, levels, seconds)
         if not self._chooses:
             return
-        rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
+        rows = 1 / (sum(weight * weight for weight in self._weights) or 1.0)  # as many of equal weight
         waiting, self._compared = self._compared, []
         for one in waiting:
             self._compare(one, tokens[one.row])
@@ -244,7 +242,7 @@ class Pace:
         if not drafted:
             return
         cost = self._cost_of_drafting()
-        for row, share in enumerate(weights):
+        for row, share in enumerate(self._weights):
             if share:
                 weight, copies, limit, more = share * rows, self._copies[row], limits[row], self._expects[row]
                 one = _Compared(row, weight, more, copies, self._alone, limit, emitted[row])

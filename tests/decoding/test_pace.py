@@ -251,6 +251,11 @@ def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
     for number in range(40):
         drafted = play(turns, {True: [1, 3] if number % 2 else [3, 1]}, 4, [NOTHING] * 2, so_far)
         assert drafted, "each is ahead in its turn"
+    beside = pace_of(config, 2)
+    for _ in range(40):
+        drafted, _ = beside.choose([NOTHING] * 2, [0.5, 0.5], [DEPTH] * 2)
+        assert drafted, "calls of their own weigh the same, whoever is ahead"
+        beside.count(drafted, [[7], [7] * 3], [50] * 2, 4, 0, {})
 
 
 def test_says_once_that_drafts_do_not_pay(target: Any, head: DartHead, caplog: pytest.LogCaptureFixture) -> None:
