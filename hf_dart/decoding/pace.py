@@ -261,6 +261,7 @@ class Pace:
         """Keep what the rounds and the copies of each row have shown, and warn once if the drafts do not pay."""
         record, records = self._record, self._records
         self._correct()
+        record.copy_counts = copy.copy((records or {}).get(self._kind, record).copy_counts)  # others may have added
         for row in copied if self._timed else ():  # with costs as numbers, equal calls make equal rounds
             row.learn()
             record.copy_counts.add(row.right, row.seen)

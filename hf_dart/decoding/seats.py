@@ -70,6 +70,8 @@ class Seats:
                 self._state = state.like(state.lengths.new_zeros(1), state.capacity)
         elif kind != self._kind:
             raise ValueError("Seats share one target, one drafter and one TreeConfig; make other Seats.")
+        if len(self.taken) > 1:  # whose pace ends here
+            self._pace.finish(request.drafter)
         seat = _Seat(self, session)
         for own, ours in self._shared(seat):
             if self.taken:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from math import log
 from operator import sub
@@ -550,7 +551,8 @@ def test_rounds_without_a_draft_are_timed_now_and_then() -> None:
 
 def test_later_calls_know_what_earlier_ones_took() -> None:
     records: dict[Any, PaceRecord] = {}
-    first = pace_of(TreeConfig(draft_cost=0.25), timed=("draft_cost", "node_cost"), records=records)
+    new = partial(pace_of, TreeConfig(draft_cost=0.25), timed=("draft_cost", "node_cost"), records=records)
+    first, beside = new(), new()
     clock = Clock(first)
     for one in verified([1, 8], 60, {1: 1.0, 8: 3.0}.__getitem__):
         clock.round(*one)
@@ -561,10 +563,12 @@ def test_later_calls_know_what_earlier_ones_took() -> None:
         text.append(token)
     before = first.copied_chances()
     first.finish(LookupDrafter(), [row])
-    later = pace_of(TreeConfig(draft_cost=0.25), timed=("draft_cost", "node_cost"), records=records)
+    later = new()
     assert max(map(sub, later.copied_chances(), before)) > 0.01  # they were right
     assert later.cost().verify.tolist() == first.cost().verify.tolist()
     assert later.cost().draft == first.cost().draft == 0
+    beside.finish(LookupDrafter())
+    assert new().copied_chances() == later.copied_chances(), "a call that began before adds to what is known by its end"
 
 
 def test_calls_measure_their_rounds(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
