@@ -189,7 +189,8 @@ def admit(
     timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, input_ids.device.type)
     tree_config = tree_config.for_levels(levels)
     if tree_config.draft_cost is None:
-        tree_config = replace(tree_config, draft_cost=assistant.draft_cost(model, tree_config.depth))
+        depth = tree_config.resolve_depth(assistant.draft_length)
+        tree_config = replace(tree_config, draft_cost=assistant.draft_cost(model, depth))
     if assistant.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
         warnings.warn(
             "generate would compile the target for this static cache; drafted rounds run it eagerly, unless "

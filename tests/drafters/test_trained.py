@@ -14,11 +14,12 @@ from support.checkpoints import save
 from support.eagle3 import original_config, original_tensors
 from support.guests import dflash_config, dflash_tensors
 from support.sentences import refused
-from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
-from hf_dart import DartHead, DFlashDrafter, NgramTable
+from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.baselines import methods
 from hf_dart.bench.pair import Pair
+from hf_dart.decoding.api import requested
 from hf_dart.drafters.cost import _CALL
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.trees.ngram.build import build
@@ -97,6 +98,8 @@ def test_a_draft_costs_what_its_weights_do() -> None:
     assert few.draft_cost(target) < small.draft_cost(target)
     step = tiny_eagle_drafter(target)
     assert step.draft_cost(target, 4) - 0.1 == pytest.approx(4 * (step.draft_cost(target, 1) - 0.1))
+    deeper = requested(target, **prompts([3]), assistant=step, tree_config=TreeConfig(depth=16))
+    assert deeper.tree_config.draft_cost == step.draft_cost(target), "no deeper than it drafts"
     several = tiny_diffusion_drafter(target)
     assert [several.passes(depth) for depth in (1, 3, 5)] == [3, 3, 3]
     assert LookupDrafter().tree_config.draft_cost == 0
