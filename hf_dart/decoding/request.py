@@ -97,7 +97,8 @@ class Request:
     def kind(self) -> tuple[Hashable, ...]:
         """Key of the calls whose rounds cost the same (first part), and whose drafts are accepted about as often."""
         config = self.generation_config
-        return (self.tree_config, len(self.input_ids)), *(getattr(config, name) for name in _CHOOSING)
+        rounds = id(self.model), self.tree_config, len(self.input_ids)  # weak references could not be pickled
+        return rounds, *(getattr(config, name) for name in _CHOOSING)
 
     @property
     def returns_cache(self) -> bool:

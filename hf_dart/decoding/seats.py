@@ -129,7 +129,8 @@ class Seats:
         request, device = like.request, like.rows.device.type
         config, drafter = request.tree_config, request.drafter
         records = None if is_shared(request.model) else drafter.pace_records
-        self._pace = Pace(config, device, count, like.grower.depth, request.timed, records, (("joint", config, count),))
+        kind = (("joint", id(request.model), config, count),)
+        self._pace = Pace(config, device, count, like.grower.depth, request.timed, records, kind)
         self._pace.leave_out()  # a round that began with other calls
         alike: dict[Any, list[int]] = {}  # ranked in one way; those that look at their drafts again do so alone
         for row, seat in enumerate(self.taken):

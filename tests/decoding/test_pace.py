@@ -17,7 +17,7 @@ from support.compare import assert_identical
 from support.tiny import prompts, tiny_target
 from support.trees import chain_of
 
-from hf_dart import DartHead, TreeConfig
+from hf_dart import DartHead, TreeConfig, attach
 from hf_dart.decoding.pace import _PRIOR, Pace, PaceRecord, row_weights
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
@@ -584,6 +584,10 @@ def test_calls_measure_their_rounds(target: Any, head: DartHead, monkeypatch: py
     assert max(one.copy_counts.seen.max() for one in head.pace_records.values()) > CopyCounts().seen.max()
     head.bind(tiny_target("qwen3"))
     assert not head.pace_records
+    copies = LookupDrafter()
+    for model in (target, attach(tiny_target("llama")), target):
+        assert_identical(model, copies, prompts([7, 5]), do_sample=False, max_new_tokens=40)
+    assert len(copies.pace_records) == 2, "one for each target"
 
 
 def test_trees_are_filled_up_where_that_costs_nothing() -> None:

@@ -246,7 +246,7 @@ def test_one_pace_for_all(noted: Any) -> None:
         seats.take(sessions[-1])
         seats.round()
     assert paces == [(1, 64), (2, 32), (3, 21)]
-    assert [known[2] for (known, *_), _ in drafter.pace_records] == [2], "what two have shown is kept"
+    assert [known[-1] for (known, *_), _ in drafter.pace_records] == [2], "what two have shown is kept"
     one, two, three = (session.stats for session in sessions)
     assert one.rounds == 3 > two.rounds == 2 > three.rounds == 1
     assert one.seconds["verify"] > two.seconds["verify"] > three.seconds["verify"] > 0
