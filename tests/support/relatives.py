@@ -48,7 +48,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "JetSpec": ("z-lab", "dflash", {"dflash_config__causal_head": True, "dflash_config__target_hidden_size": 32}),
     "DFlash, no taps named": ("z-lab", "dflash", {"dflash_config__target_layer_ids": None}),
     "DFlash2": ("z-lab", "dflash2", _inner(**DFLASH2)),
-    "DFlash2, sliding": ("z-lab", "dflash2", {**_SLIDING, **DFLASH2, "conv_kernel_size": 3}),
+    "DFlash2, sliding": ("z-lab", "dflash2", {**_SLIDING, **DFLASH2, "conv_kernel_size": 8}),  # of blocks of 5
     "DSpark": ("z-lab", "dspark", {"markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True}),
     "DSpark, gated": ("z-lab", "dspark", {"dflash_config__markov_rank": 4, "dflash_config__markov_head_type": "gated"}),
     "DSpark, DeepSeek's": ("z-lab", "dspark", {

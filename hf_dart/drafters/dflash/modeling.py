@@ -99,7 +99,7 @@ class BlockConvolution(nn.Module):
         kernels = base + given.repeat_interleave(self.group_size, dim=-1)  # [B, Q, k, H]
         out = x * kernels[:, :, 0]
         for tap in range(1, self.taps):
-            out = out + F.pad(x[:, :-tap], (0, 0, tap, 0)) * kernels[:, :, tap]
+            out = out + F.pad(x, (0, 0, tap, 0))[:, : x.shape[1]] * kernels[:, :, tap]
         return out
 
 
