@@ -80,7 +80,7 @@ def _reduce_vocabulary(head: Any, size: int, rows: Any, eos: int | None) -> floa
         some = (rows[int(i)] for i in np.random.default_rng(0).permutation(len(rows))[:_COUNTED])
     counts = token_counts(some, head.config.vocab_size)
     head.reduce_vocabulary(frequent_tokens(counts, size, always=[] if eos is None else [eos]))
-    return int(counts[head.draft_vocabulary].sum()) / max(int(counts.sum()), 1)
+    return int(counts[head.draft_vocabulary.cpu()].sum()) / max(int(counts.sum()), 1)
 
 
 def _evaluation(trainer: DrafterTrainer[Any]) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from support.tiny import tiny_head, tiny_target
 from support.tiny_training import changed
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -20,7 +21,7 @@ from hf_dart.cli import main
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts, publishable
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.training.run import checkpoint_of
+from hf_dart.training.run import _reduce_vocabulary, checkpoint_of
 
 TEXT = "\n".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(12))
 
@@ -147,6 +148,13 @@ def test_an_eagle_head_is_trained_to_draft_some_tokens_alone(recipe: Path) -> No
     change(recipe, drafter="eagle", train_data=[str(others)], eval_documents=0, **options)
     assert main(["train", str(recipe)]) == 0  # by the same recipe, on other text
     assert torch.equal(loaded(recipe.parent / "on" / "final", EagleDrafter).draft_vocabulary, drafter.draft_vocabulary)
+
+
+@pytest.mark.gpu
+def test_tokens_are_counted_for_a_head_on_a_gpu() -> None:
+    head = tiny_head(tiny_target("qwen3", dtype=torch.float32).to("cuda"))
+    assert _reduce_vocabulary(head, 2, [{"input_ids": [5, 5, 5, 7, 7, 8, 9, 9]}], eos=8) == 4 / 8
+    assert head.draft_vocabulary.tolist() == [5, 8]
 
 
 def test_edit_passes_and_a_copied_layer_are_trained_by_the_command(recipe: Path) -> None:
