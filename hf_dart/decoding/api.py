@@ -26,6 +26,7 @@ from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.devices import host_by_default, users_default
 from hf_dart.models.packed_weights import release, release_changed
+from hf_dart.models.processes import is_shared
 from hf_dart.models.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
 
@@ -75,6 +76,8 @@ def attach(
             raise ValueError("learner= trains the drafter; give both: attach(model, drafter, learner=learner).")
         if not callable(getattr(learner, "attach", None)):
             raise TypeError(f"learner= takes a hf_dart.Learner, not {type(learner).__name__}.")
+        if is_shared(target):
+            raise ValueError("Processes that hold a target together would learn different things; leave learner= out.")
         learner.attach(drafter)
     try:
         return attached(model, drafter, namespace_of(memory))

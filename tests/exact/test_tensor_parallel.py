@@ -52,6 +52,8 @@ def main() -> None:
     exact(target, head, three, **SAMPLED, top_p=0.9, repetition_penalty=1.1)
     different_calls_are_refused(target, head, one, first)
     what_one_alone_has_learnt_is_not_used(target, head, one, first)
+    with pytest.raises(ValueError, match="leave learner= out"):
+        hf_dart.attach(target, head, learner=hf_dart.Learner())
     parts_of_weights_are_not_read_as_wholes(target, head, one)
     one_alone_raises(target, head, one, first)
     print("all is as it is to be")
