@@ -275,7 +275,9 @@ def test_streams_are_packed_too_and_what_cannot_be_is_refused(tmp_path: Path) ->
     mapped, target = stream.map(lambda row: row), tiny_target(vocab_size=len(chat_tokenizer()))
     assert mapped.column_names is None
     head = tiny_head(target, draft_length=3)
-    settings = DartTrainer.training_arguments(str(tmp_path), max_steps=1, report_to="none", save_strategy="no")
+    settings = DartTrainer.training_arguments(str(tmp_path), max_steps=14, report_to="none", save_strategy="no")
     given = {"processing_class": chat_tokenizer(), "max_length": 64}
-    DartTrainer(head, target, settings, train_dataset=mapped, **given).train()
+    trainer = DartTrainer(head, target, settings, train_dataset=mapped, **given)
+    trainer.train()
+    assert trainer.state.global_step == 14  # over and over
     assert next(iter(pack_dataset(stream, chat_tokenizer(), 3, 64)))["input_ids"].shape == (64,)

@@ -280,7 +280,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
         tokens = sum(int((sample["documents"] >= (-1 if padding else 0)).sum()) for sample in samples)
         total, tokens = self.accelerator.reduce(torch.tensor([items, tokens], device=device), "sum")
         self.state.num_input_tokens_seen += int(tokens)
-        self._empty_steps = 0 if total else self._empty_steps + 1
+        self._empty_steps = 0 if total else self._empty_steps + bool(samples)
         if self._empty_steps == _PATIENCE:
             raise ValueError(f"{_PATIENCE} steps had nothing to train on: {_NO_BLOCKS}")
         return samples, total.clamp(min=1)
