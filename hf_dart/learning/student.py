@@ -68,6 +68,7 @@ class Student:
     def _copy(self, weights: Sequence[Tensor], to: Any) -> None:
         for weight, new in zip(self._weights(to), weights, strict=True):
             weight.copy_(new)
+        torch.clear_autocast_cache()  # of weights as they were
 
     def begin_again(self) -> None:
         """Learn from the weights that the head had when the learner was attached."""

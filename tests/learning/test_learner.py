@@ -423,6 +423,17 @@ def test_sixteen_bits(target: Any) -> None:
     assert_identical(target, head, prompts(RAGGED), **SAMPLED)
 
 
+def test_what_is_learnt_drafts_within_a_region_of_autocast(target: Any, head: DartHead) -> None:
+    """Which keeps weights as it has cast them once."""
+    head = head.float()
+    learner, seen = learning(target, head, share=0), torch.ones(1, head.fc.in_features)
+    with torch.autocast("cpu", torch.bfloat16):
+        first = head.fc(seen)
+        learner.step()
+        learner._student.use(True)
+        assert not torch.equal(head.fc(seen), first)
+
+
 @pytest.mark.parametrize("rank", [None, 4])
 def test_saved_heads_load(target: Any, head: DartHead, rank: int | None, tmp_path: Path) -> None:
     """Saved as a head, or as an adapter of the one that it came from."""
