@@ -146,7 +146,8 @@ class Recorder(Observer):
             self._prompt = counts if logits is None else [0] * len(counts)
         for row, count in enumerate(counts):
             last = (torch.arange(count) == count - 1) & (logits is not None)
-            self._rows[row].append([last, *(part[row, :count] for part in (*seen[:2], *best))])
+            # A prompt may lie on the host, with its tokens and the first logits.
+            self._rows[row].append([last, *(part[row, :count].to(drafter.device) for part in (*seen[:2], *best))])
         self._width += seen.next_tokens.shape[1]
         if self._width >= SEGMENT:
             self._close()

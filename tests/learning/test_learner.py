@@ -434,6 +434,12 @@ def test_what_is_learnt_drafts_within_a_region_of_autocast(target: Any, head: Da
         assert not torch.equal(head.fc(seen), first)
 
 
+@pytest.mark.gpu
+def test_prompts_on_the_host_of_a_target_on_a_gpu() -> None:
+    target: Any = tiny_target("qwen3", dtype=torch.float32).to("cuda")
+    assert learning(target, tiny_head(target, feature_layers=LAYERS["best"]), share=0).step() is not None
+
+
 @pytest.mark.parametrize("rank", [None, 4])
 def test_saved_heads_load(target: Any, head: DartHead, rank: int | None, tmp_path: Path) -> None:
     """Saved as a head, or as an adapter of the one that it came from."""
