@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from transformers import TrainerCallback
@@ -76,7 +77,7 @@ class _Rollouts(Observer):
     """Observer of calls (`Drafter.observers`) that keeps their statistics; copies of the drafter have a copy of it."""
 
     def __init__(self) -> None:
-        self.stats: list[DraftStats] = []
+        self.stats = deque[DraftStats](maxlen=256)  # nobody takes them away when training has ended
 
     def __call__(self, session: Session) -> _Rollouts:
         """Keep the statistics of a call, which go on counting."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from support.tiny import VOCABULARY, tiny_head, tiny_target
 from support.users import letters
 
 from hf_dart import Learner, SuffixStore
-from hf_dart.learning.trl import DrafterCallback
+from hf_dart.learning.trl import DrafterCallback, _Rollouts
 
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # TRL's own use of transformers
@@ -67,6 +68,14 @@ def test_a_run_is_the_one_without_drafts(kind: str, tmp_path: Path, monkeypatch:
     assert learner.failure is None
     assert learner.stats.tokens > 0
     assert memory.tokens > 100
+
+
+def test_what_is_written_when_nobody_trains_is_not_kept_for_ever() -> None:
+    rollouts: Any = _Rollouts()
+    for number in range(1000):
+        rollouts(SimpleNamespace(stats=number))
+    assert rollouts.stats[-1] == 999
+    assert len(rollouts.stats) < 1000
 
 
 def test_trainers_whose_rollouts_cannot_be_drafted(tmp_path: Path) -> None:
