@@ -49,7 +49,7 @@ class WholeCheckpoints(Trainer):
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> Any:
         """Train, or resume from a whole checkpoint of this run: a folder, or True for the newest."""
-        checkpoint = resume_from_checkpoint
+        checkpoint, self.best_from = resume_from_checkpoint, None
         if checkpoint is True:
             checkpoint = newest_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
         if isinstance(checkpoint, (str, Path)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -201,6 +202,9 @@ def test_decoding_in_earnest_chooses_the_best_checkpoint(tmp_path: Path) -> None
         trainer.target.generate(prompt, assistant=head, tree_config=tree, do_sample=False, max_new_tokens=64)
         tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
     assert tokens / rounds == trainer.state.best_metric  # the best checkpoint was loaded at the end
+    trainer.train()  # once more, from these weights
+    records = [json.loads((tmp_path / f"checkpoint-{step}" / "training.json").read_text()) for step in (1, 2, 3)]
+    assert [record["steps"] for record in records] == [1, 2, 3]
     with pytest.raises(ValueError, match="give an eval_dataset"):
         tiny_trainer(tmp_path, head, trainer.target, ROWS, decode_prompts=2)
     # Prompts are the beginnings of rows.
