@@ -333,7 +333,7 @@ class Learner:
         stats = self.stats
         self._bound().begin_again()
         self._bound().use(False)
-        stats.learnt, self._gain, self._missed, self._compared = False, _Recent(), 0, 0
+        stats.learnt, stats.tau_now, self._gain, self._missed, self._compared = False, stats.tau_before, _Recent(), 0, 0
         self._rung = (self._rung + 1) % len(self.learning_rates)
         stats.learning_rate = self.learning_rates[self._rung]
         if self._rung == 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 import random
 from collections.abc import Callable
@@ -378,7 +379,7 @@ def test_the_share_is_kept(target: Any, head: DartHead) -> None:
     assert f"{stats.steps} steps" in str(stats)
 
 
-def test_reset_and_pause(target: Any, head: DartHead) -> None:
+def test_reset_pause_and_a_loss_of_no_number(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     before = copies(head)
     learner = learning(target, head)
     teach(learner, target, head)
@@ -395,6 +396,10 @@ def test_reset_and_pause(target: Any, head: DartHead) -> None:
     serve(target, head, range(3))
     teach(learner, target, head)
     assert learner.stats.learnt
+    monkeypatch.setattr(Student, "step", lambda *_: math.nan)
+    learner.step()
+    assert not changed(head, before)
+    assert (learner.stats.learnt, learner.stats.tau_now) == (False, learner.stats.tau_before)
 
 
 def test_attached_and_detached(target: Any, head: DartHead) -> None:
