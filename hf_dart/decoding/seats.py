@@ -184,7 +184,9 @@ class Seats:
             for place, (seat, (own, budget)) in enumerate(zip(seats, grown, strict=True)):
                 row, nodes = slice(place, place + 1), slice(own.size)
                 try:
-                    accept(seat.session, own, budget, logits[row, nodes], features[row, nodes])
+                    accepted = accept(seat.session, own, budget, logits[row, nodes], features[row, nodes])
+                    with timed.phase("noise"):  # which is no cost of a round, either
+                        seat.session.tell(logits[row, nodes], accepted)
                 except BaseException as failure:  # of what the call was given, which may exit, too
                     seat.failure = failure
                 else:

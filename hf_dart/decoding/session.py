@@ -281,18 +281,18 @@ def one_round(s: Session) -> None:
         tree = s.grow(proposal, budget)  # [B, N] nodes, the root first
     with s.stats.phase("verify"):
         logits, features = s.verify(tree, budget.limits)  # [B, N, V], [B, N, F]: the one forward of the target
-    accept(s, tree, budget, logits, features)
+    s.tell(logits, accept(s, tree, budget, logits, features))
 
 
-def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features: Tensor) -> None:
-    """Emit the target's own tokens on the path that they take in each tree, and keep its nodes."""
+def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features: Tensor) -> Accepted:
+    """Emit the target's own tokens on the path that they take in each tree, and keep its nodes; `Session.tell` next."""
     with s.stats.phase("walk"):
         accepted = s.walk(tree, logits, budget.limits)  # the target's own choice at every accepted node
     with s.stats.phase("commit"):
         s.cache.commit(accepted.path, accepted.counts)
         s.seen = s.rows.take(features, accepted.path, accepted.counts)
         s.count(tree, accepted, budget)
-    s.tell(logits, accepted)
+    return accepted
 
 
 def joined(chunks: list[Verified]) -> Verified:

@@ -19,7 +19,7 @@ from hf_dart.decoding import stats, walk
 from hf_dart.decoding.api import close_call, generate, open_request, requested
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.seats import Seats
-from hf_dart.decoding.session import Session
+from hf_dart.decoding.session import Observer, Session
 from hf_dart.models.stock_steps import CACHE
 
 Request = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -148,9 +148,11 @@ def test_noise_is_no_cost_of_a_draft(drafter: Any, calls: int, noted: Any) -> No
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_drafts_take_the_time_of_a_selector(target: Any, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves on in nothing else; trees grow around it."""
+    """By a clock that moves on in an observer, too, and in nothing else; trees grow around it."""
     head, clock, seats = tiny_head(target, selector_rank=4), [0.0], Seats(calls)
-    own = head.transitions
+    own, learns = head.transitions, Observer()
+    monkeypatch.setattr(learns, "verified", lambda _, logits: clock.append(clock.pop() + bool(logits)))
+    head.observers = (lambda _: learns,)
 
     def scored(*given: Any) -> torch.Tensor | None:
         clock[0] += 1
@@ -169,6 +171,7 @@ def test_drafts_take_the_time_of_a_selector(target: Any, calls: int, monkeypatch
         nothing = dict.fromkeys(stats.PHASES, 0.0)
         assert session.stats.seconds == nothing | {"draft": 3 / calls}
         assert session.stats.processor_seconds == nothing | {"draft": 6 / calls}
+    assert seats._stats.seconds["walk"] == 0
 
 
 # ---- drafts that are made together --------------------------------------------------------------------------
