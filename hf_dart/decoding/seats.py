@@ -180,18 +180,17 @@ class Seats:
         for seat in seats:
             seat.session.stats.add_times(timed, 1 / len(seats))
         path, counts = torch.zeros(len(seats), tree.max_depth + 1, dtype=torch.long), [0] * len(seats)
-        with timed.phase("walk"):
-            for place, (seat, (own, budget)) in enumerate(zip(seats, grown, strict=True)):
-                row, nodes = slice(place, place + 1), slice(own.size)
-                try:
+        for place, (seat, (own, budget)) in enumerate(zip(seats, grown, strict=True)):
+            row, nodes = slice(place, place + 1), slice(own.size)
+            try:
+                with timed.phase("walk"):
                     accepted = accept(seat.session, own, budget, logits[row, nodes], features[row, nodes])
-                    with timed.phase("noise"):  # which is no cost of a round, either
-                        seat.session.tell(logits[row, nodes], accepted)
-                except BaseException as failure:  # of what the call was given, which may exit, too
-                    seat.failure = failure
-                else:
-                    counts[place] = seat.counts
-                    path[place, : seat.path.shape[1]] = seat.path[0]
+                seat.session.tell(logits[row, nodes], accepted)
+            except BaseException as failure:  # of what the call was given, which may exit, too
+                seat.failure = failure
+            else:
+                counts[place] = seat.counts
+                path[place, : seat.path.shape[1]] = seat.path[0]
         with timed.phase("commit"):
             self._verify.cache.commit(path, counts)
         self._stats.add_times(timed)

@@ -281,11 +281,12 @@ def one_round(s: Session) -> None:
         tree = s.grow(proposal, budget)  # [B, N] nodes, the root first
     with s.stats.phase("verify"):
         logits, features = s.verify(tree, budget.limits)  # [B, N, V], [B, N, F]: the one forward of the target
-    s.tell(logits, accept(s, tree, budget, logits, features))
+    accepted = accept(s, tree, budget, logits, features)
+    s.tell(logits, accepted)
 
 
 def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features: Tensor) -> Accepted:
-    """Emit the target's own tokens on the path that they take in each tree, and keep its nodes; `Session.tell` next."""
+    """Emit the target's own tokens on the path that they take in each tree, and keep its nodes."""
     with s.stats.phase("walk"):
         accepted = s.walk(tree, logits, budget.limits)  # the target's own choice at every accepted node
     with s.stats.phase("commit"):
