@@ -73,12 +73,17 @@ class Seats:
         if len(self.taken) > 1:  # whose pace ends here
             self._pace.finish(request.drafter)
         seat = _Seat(self, session)
-        for own, ours in self._shared(seat):
-            if self.taken:
-                ours.resize(len(self.taken) + 1)
-            if own is not ours:
-                ours.take_rows(own, [(len(self.taken), 0)])
-                own.release()
+        try:
+            for own, ours in self._shared(seat):
+                if self.taken:
+                    ours.resize(len(self.taken) + 1)
+                if own is not ours:
+                    ours.take_rows(own, [(len(self.taken), 0)])
+                    own.release()
+        except BaseException:  # out of memory: the others go on
+            for _, ours in self._shared(seat) if self.taken else ():
+                ours.resize(len(self.taken))
+            raise
         self.taken.append(seat)
         self._change()
 
@@ -239,7 +244,7 @@ class Seats:
 
         width = max(one.next_tokens.shape[1] for one in seen)
         features, tokens, counts = (torch.cat(part) for part in zip(*(one.padded(width) for one in seen), strict=True))
-        draft = sessions[0].request.drafter.propose_ranked(self._state, features, tokens, counts, depth, score)
+        draft = sessions[0].propose_with(self._state, features, tokens, counts, depth, score)
         return [] if draft is None else [draft.row(row) for row in range(len(seen))]
 
     def _grown(
@@ -272,7 +277,6 @@ class _Seat:
         path, counts, tokens, limit: outcome of its last round.
     """
 
-    hidden_states: tuple[Tensor, ...] = ()
     failure: BaseException | None = None
     path: Tensor
     tokens: Sequence[int]

@@ -15,6 +15,7 @@ from support.turns import first_draft, next_turn_of
 from transformers import DynamicCache
 
 from hf_dart import DartHead, LanguageModelDrafter, LookupDrafter, TreeConfig
+from hf_dart.cache.slot_cache import SlotStore
 from hf_dart.decoding import stats, walk
 from hf_dart.decoding.api import close_call, generate, open_request, requested
 from hf_dart.decoding.pace import Pace
@@ -45,12 +46,33 @@ def test_a_drafter_that_fails(target: Any, head: DartHead, monkeypatch: pytest.M
     for session in sessions:
         seats.take(session)
     assert [seats.round() for _ in range(3)] == [[]] * 3
-    monkeypatch.setattr(head, "propose_ranked", None)
+    monkeypatch.setattr(sessions[0], "propose_with", None)
     assert [type(failure) for _, failure in seats.round()] == [TypeError] * 2
     assert not seats.taken
     stock = stocks(target, (inputs, GREEDY), 0)
     for session in sessions:
         assert session.rows.tokens[0] == stock[0, : len(session.rows.tokens[0])].tolist()
+
+
+def test_a_call_that_does_not_fit(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run go on."""
+    seats, request, own = Seats(3), (prompts([5], seed=1), GREEDY), SlotStore.resize
+    sessions = [opened(target, assistant=head, **request[0], **GREEDY) for _ in range(3)]
+
+    def grow(store: SlotStore, rows: int) -> None:
+        if rows > 2:
+            raise RuntimeError("out of memory")
+        own(store, rows)
+
+    monkeypatch.setattr(SlotStore, "resize", grow)
+    for session in sessions[:2]:
+        seats.take(session)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        seats.take(sessions[2])
+    while seats.taken:
+        assert all(failure is None for _, failure in seats.round())
+    for session in sessions[:2]:
+        assert torch.equal(close_call(session), stocks(target, request, 0))
 
 
 @pytest.mark.parametrize("first", [False, True])

@@ -19,7 +19,7 @@ from support.tiny import tiny_head, tiny_target
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_dart import LookupDrafter, attach, detach
+from hf_dart import LookupDrafter, attach, detach, generate_many
 from hf_dart.models import packed_weights as packing
 from hf_dart.models.forwards import StandIn, standing_in
 from hf_dart.models.packed_weights import pack, packed_weights
@@ -148,13 +148,19 @@ CHANGES: dict[str, Callable[[nn.Linear], Any]] = {
 }
 
 
-def drafts_read(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> set[nn.Module]:
-    """Layers whose copies drafts are made with, in one call."""
+def together(target: Any, head: Any, inputs: Any, **mode: Any) -> None:
+    generate_many(target, [ids[mask.bool()] for ids, mask in zip(*inputs.values(), strict=True)], head, seed=0, **mode)
+
+
+def drafts_read(
+    target: Any, head: Any, monkeypatch: pytest.MonkeyPatch, write: Callable[..., None] = compare
+) -> set[nn.Module]:
+    """Layers whose copies drafts of several rows are made with, in one call."""
     inside, read = [False], set[int]()
     draft, plain = head.propose_ranked, packing.packed_linear
 
     def drafted(*given: Any) -> Any:
-        inside[0] = True
+        inside[0] = len(given[1]) > 1
         try:
             return draft(*given)
         finally:
@@ -168,7 +174,7 @@ def drafts_read(target: Any, head: Any, monkeypatch: pytest.MonkeyPatch) -> set[
     with monkeypatch.context() as patches:
         patches.setattr(head, "propose_ranked", drafted, raising=False)
         patches.setattr(packing, "packed_linear", seen)
-        compare(target, head, batch(3, "sdpa"), **MODES["T=1"])
+        write(target, head, batch(3, "sdpa"), **MODES["T=1"])
     return {layer.module for layer in packing.packed_drafts(target, head) if id(layer.copy) in read}
 
 
@@ -176,7 +182,8 @@ def test_drafts_read_copies(target: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     """Of the head's weights and the target's LM head, or of the rows of it that a draft vocabulary has."""
     head = tiny_head(target)
     own = {part for part in head.modules() if isinstance(part, nn.Linear) if min(part.weight.shape) > 16}
-    assert drafts_read(target, head, monkeypatch) == {*own, target.lm_head}
+    for write in (compare, together):
+        assert drafts_read(target, head, monkeypatch, write) == {*own, target.lm_head}
     head.reduce_vocabulary(range(20))
     for _ in range(2):
         drafts_read(target, head, monkeypatch)
