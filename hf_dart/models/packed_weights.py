@@ -189,6 +189,8 @@ def packable(model: PreTrainedModel, *further: nn.Module) -> list[nn.Linear]:
     if model.device.type != "cpu" or not packs(model.dtype):
         return []
     parts, dtype = dict.fromkeys([*parts_of(model), *further]), model.dtype
+    if any(vars(part).get("merged_adapters") and part.disable_adapters for part in parts):
+        return []  # the next forward takes PEFT's adapter out of them
     linear = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
     # LoRA's are not worth it.
     return [layer for layer in linear if is_plain(layer.weight, dtype) and min(layer.weight.shape) > _ROWS]

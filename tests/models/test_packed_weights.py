@@ -185,7 +185,7 @@ def test_drafts_read_copies(target: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     for write in (compare, together):
         assert drafts_read(target, head, monkeypatch, write) == {*own, target.lm_head}
     head.reduce_vocabulary(range(20))
-    for _ in range(2):
+    for _ in range(1):
         drafts_read(target, head, monkeypatch)
     assert drafts_read(target, head, monkeypatch) == {*own, *head.rows_read}
     with torch.no_grad():
@@ -306,6 +306,21 @@ def test_lora_lies_over_packed_weights(target: Any) -> None:
     compare(wrapped, tiny_head(target), batch(3, "sdpa"), **MODES["greedy"])
     names = {layer: name for name, layer in target.named_modules()}
     assert not any("lora" in names[layer.module] for layer in packing._known[target].linear)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_merged_adapter_that_is_disabled(target: Any, attached: bool) -> None:
+    """PEFT takes it out of `.data` in the next forward, which is the prefill or a trial's."""
+    wrapped = get_peft_model(target, LoraConfig(target_modules=["q_proj", "lm_head"], init_lora_weights=False)).eval()
+    head, options = tiny_head(target), {**batch(3, "sdpa"), **MODES["greedy"], "max_new_tokens": 24}
+    wrapped.merge_adapter()
+    wrapped.generate(**options, assistant=head)
+    with wrapped.disable_adapter():
+        if attached:
+            attach(target)
+        drafted = wrapped.generate(**options, assistant=head)
+        assert torch.equal(drafted, wrapped.generate(**options))
 
 
 def test_another_thread_reads_plain_weights(target: Any) -> None:
