@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_modules_give_what_they_give_by_levels(family: str) -> None:
 
 
 def test_what_is_not_shown_to_be_right_stays_by_levels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rule in the same place, states that are used otherwise, and a rule in float32 of a wider target."""
+    """Another rule or forward in its place, states that are used otherwise, a rule in float32 of a wider target."""
     plain = modeling_qwen3_5.torch_recurrent_gated_delta_rule
     assert all(mixer.family is not None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
 
@@ -151,6 +152,10 @@ def test_what_is_not_shown_to_be_right_stays_by_levels(monkeypatch: pytest.Monke
         assert all(mixer.family is None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
     assert all(mixer.family is None for mixer in mixers_of(tiny_target("falcon_h1", dtype=torch.float32)))
     assert all(mixer.family is None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.float64)))
+    target = tiny_target("qwen3_5", dtype=torch.float32)
+    module = mixers_of(target)[1].module
+    monkeypatch.setattr(module, "forward", partial(type(module).forward, module))
+    assert [mixer.family is None for mixer in mixers_of(target)] == [False, True, False]
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_dart.cache.states import StateSlot, states_of
 from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.models.devices import device_of
+from hf_dart.models.forwards import forward_before
 from hf_dart.models.identity import as_before, identity
 from hf_dart.models.running_states.families import family_of
 from hf_dart.models.running_states.tree_forward import Family, Mixer
@@ -63,7 +64,7 @@ def _names_of(model: PreTrainedModel) -> _Found:
                 "be run node by node; call generate without assistant=."
             )
         slots = tuple(sorted(slot for slot in inside if slot in held))
-        code = type(module), *((slot.kind, slot.number) for slot in slots)
+        code = type(module), forward_before(module) is None, *((slot.kind, slot.number) for slot in slots)
         if code not in families:
             with torch.autocast(tokens.device.type, enabled=False):  # its rounding would hide differences
                 families[code] = family_of(module, slots, cache, text.hidden_size)
