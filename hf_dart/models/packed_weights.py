@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +34,7 @@ _LEAST = 128 * 2**20  # bytes that are worth it: fewer may stay in a processor's
 _ROWS = 16  # rows that oneDNN lays the blocks out for
 _ALWAYS = 4  # rows from which on packed weights are the faster ones
 _TIMED, _REPEATS = 8, 2  # weights of a shape that are timed, and how often
+_CONTAINER = Path("/sys/fs/cgroup")  # has its memory's limit
 
 _known: WeakKeyDictionary[PreTrainedModel, PackedWeights] = WeakKeyDictionary()
 
@@ -216,9 +219,12 @@ def weights_of(layers: list[nn.Linear]) -> list[Tensor]:
 
 
 def free_memory() -> int | None:
-    """Return the bytes that may be taken without swapping, where Linux tells."""
+    """Return the bytes that may be taken without swapping, within the limit of a container, where Linux tells."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        free = 1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
     except OSError:
         return None
+    with suppress(OSError, ValueError):  # no limit is "max"
+        limit, held, parts = ((_CONTAINER / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
+        free = min(free, int(limit) - int(held) + int(parts.split("inactive_file ")[1].split()[0]))
+    return free

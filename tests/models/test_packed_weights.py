@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from threading import Barrier, Thread
 from time import sleep
 from types import MethodType
@@ -345,6 +346,17 @@ def test_too_little_memory_is_said_once(target: Any, monkeypatch: pytest.MonkeyP
     assert target not in packing._known
     assert "plain weights" in said[0]
     assert torch.equal(*product(target))
+
+
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Less what it holds, but for files that nobody reads; without a limit, what the machine has free."""
+    files = {"memory.max": "5000\n", "memory.current": "4000\n", "memory.stat": "anon 7\ninactive_file 500\nfile 9\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(packing, "_CONTAINER", tmp_path)
+    assert packing.free_memory() == 1500
+    (tmp_path / "memory.max").write_text("max\n")
+    assert packing.free_memory() > 2**20
 
 
 def test_what_reads_plain_weights(target: Any) -> None:
