@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,9 +19,8 @@ from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.tree import DraftTree
 
 
-@dataclass
 class DartGenerateOutput(GenerateDecoderOnlyOutput):
-    """Stock's output and, in `draft_stats`, what the drafter did."""
+    """Stock's output and, in the attribute `draft_stats`, what the drafter did; its fields and keys are stock's."""
 
     draft_stats: DraftStats | None = None
 
@@ -41,14 +39,15 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
         leave(s.cache.stock, request.drafter, s.drafter_state, pending, request.first_slot, sequences.clone())
     if not s.request.generation_config.return_dict_in_generate:
         return sequences
-    return DartGenerateOutput(
+    output = DartGenerateOutput(
         sequences=cast(torch.LongTensor, sequences),
         scores=cast(Any, s.walk.scores),
         logits=cast(Any, s.walk.logits),
         hidden_states=None if s.hidden_states is None else cast(Any, tuple(s.hidden_states.steps)),
         **{CACHE: s.cache.stock},
-        draft_stats=s.stats,
     )
+    output.draft_stats = s.stats
+    return output
 
 
 def _even_out(s: Session, sequences: Tensor) -> Iterator[Verified]:

@@ -88,6 +88,13 @@ def test_copies_are_themselves(copied: Any) -> None:
         assert_identical(model, drafter, INPUTS, **mode)
 
 
+def test_an_output_has_stocks_keys(target: Any, head: DartHead) -> None:
+    """A model's own `generate` may unpack it into a class of its own; copies and pickles keep the statistics."""
+    _, ours = assert_identical(target, head, INPUTS, **GREEDY, return_dict_in_generate=True)
+    for copied in (copy.copy, copy.deepcopy, lambda output: pickle.loads(pickle.dumps(output))):
+        assert copied(ours.output).draft_stats.tau == head.last_stats.tau
+
+
 @pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
 def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> None:
     plain = run(target, INPUTS, 0, **GREEDY).sequences
