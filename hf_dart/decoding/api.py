@@ -263,6 +263,8 @@ def requested(
     Nothing of it has run when this returns; `open_request` begins it, now or later. Calls that no seat takes are
     refused, too. If it `overlaps` another one, the weights of the target are taken for those that that one found.
     """
+    if type(model).generate is not GenerationMixin.generate and getattr(model, "_hf_peft_config_loaded", False):
+        raise ValueError(f"{type(model).__name__}.generate may switch adapters amid other requests; call it for each.")
     return _run_drafted(model, args, {"assistant": assistant, **kwargs}, run=partial(_admit_to_seat, overlaps=overlaps))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from support.caches import assert_same_cache
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
@@ -103,7 +104,7 @@ def test_generators_and_caches_that_are_handed_back(family: str, first: bool) ->
     assert torch.equal(close_call(beside), stocks(target, other, 0)), "a call that goes takes nothing of another one"
 
 
-def test_calls_that_no_seat_takes(target: Any, head: DartHead) -> None:
+def test_calls_that_no_seat_takes(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     for inputs, options, words in (
         (prompts([5, 3]), {"do_sample": False}, "has 2 rows"),
         (prompts([5]), {"return_dict_in_generate": True, "output_hidden_states": True}, "Hidden states are not"),
@@ -120,6 +121,10 @@ def test_calls_that_no_seat_takes(target: Any, head: DartHead) -> None:
     seats.take(second := opened(target, assistant=head, **prompts([5]), do_sample=False, max_new_tokens=9))
     with pytest.raises(ValueError, match="All 2 seats are taken"):
         seats.take(second)
+    target.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    monkeypatch.setattr(type(target), "generate", lambda *given, **options: None)
+    with pytest.raises(ValueError, match="may switch adapters"):
+        opened(target, assistant=head, **prompts([5]))
 
 
 def test_texts_of_other_rotary_frequencies_share_no_forward() -> None:
