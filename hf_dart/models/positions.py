@@ -58,7 +58,7 @@ def refuse_crossing(
     if trained is None or most + shift - 1 <= trained:
         return
     if grows or prompt <= trained or 0 < cached <= trained:
-        shorter = f"set max_length to {trained + 1 - shift} or less, or " if prompt <= trained else ""
+        shorter = f"ask for fewer tokens (by {most + shift - 1 - trained}), or " if prompt <= trained else ""
         raise ValueError(
             f"{type(target).__name__} changes its rotary frequencies beyond {trained} positions, for the text so far "
             f"and all rows of a batch too; {shorter}leave assistant= out."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
@@ -95,11 +96,13 @@ def test_crossings_are_refused() -> None:
     ):
         target = tiny_target(family, **fields)
         head = tiny_head(target)
-        shorter = "set max_length to 21 or less, or " if max(lengths) <= 20 else ""
-        for reach in ({"max_length": 22 if shorter else 40}, {"max_new_tokens": 5, "stopping_criteria": criteria}):
+        short = max(lengths) <= 20
+        asked = {"max_length": 22 if short else 40}, {"max_new_tokens": 5, "stopping_criteria": criteria}
+        for fewer, reach in zip((1, 19), asked, strict=True):
+            shorter = rf"ask for fewer tokens \(by {fewer}\), or " if short else ""
             with pytest.raises(ValueError, match=f"too; {shorter}leave assistant= out"):
                 target.generate(**prompts(lengths), **reach, assistant=head)
-        if shorter:
+        if short:
             assert_identical(target, head, prompts(lengths), **GREEDY, max_length=21)
 
 
@@ -108,10 +111,15 @@ def test_positions_of_ones_own_and_cached_texts_cross_it_too() -> None:
     head, inputs = tiny_head(target), prompts([7])
     later = torch.arange(5, 12)[None]
     assert_identical(target, head, {**inputs, "position_ids": later}, **GREEDY, max_length=16)
-    with pytest.raises(ValueError, match="set max_length to 16 or less"):
+    with pytest.raises(ValueError, match=r"ask for fewer tokens \(by 1\)"):
         target.generate(**inputs, position_ids=later, max_length=17, assistant=head)
     cache = DynamicCache(config=target.config)
     known = target.generate(**inputs, **{CACHE: cache}, **GREEDY, max_length=12)
+    new = {"input_ids": known[:, -1:], "attention_mask": torch.ones_like(known)}
+    with pytest.raises(ValueError, match=r"ask for fewer tokens \(by 30\)"):
+        target.generate(**new, **{CACHE: cache}, max_length=40, assistant=head)
+    runs = [{CACHE: copy.deepcopy(cache), **drafting} for drafting in ({}, {"assistant": head})]
+    assert torch.equal(*(target.generate(**new, **GREEDY, max_length=10, **its) for its in runs))
     longer = torch.cat([known, prompts([14])["input_ids"]], dim=1)
     with pytest.raises(ValueError, match="beyond 20 positions"):
         target.generate(longer, **{CACHE: cache}, max_length=40, assistant=head)
