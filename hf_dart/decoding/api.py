@@ -113,6 +113,7 @@ def detach(model: PreTrainedModel) -> Any:
     """
     target = unwrapped(model)
     release(target)
+    forget(target)
     own = vars(target).pop("generate", None)
     if isinstance(own, AttachedGenerate):
         if own.default is not None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_dart import attach
+from hf_dart import attach, detach
 from hf_dart.models import trial as probe
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.tolerance import allowance, coarsest, difference, same
@@ -276,12 +276,15 @@ def test_another_code_is_tried_by_the_next_call(changed: str, monkeypatch: pytes
         check_verification(target)
 
 
-def test_what_code_reads_is_tried_by_attaching_again() -> None:
+@pytest.mark.parametrize("detached", [False, True])
+def test_what_code_reads_is_tried_by_attaching_again(detached: bool) -> None:
     target = tiny_target("llama")
     pushes = target.model.layers[0].mlp = Pushes(target.model.layers[0].mlp, last=False).eval()
     attach(target)
     pushes.last = True
     check_verification(target)  # it looks the same
+    if detached:
+        detach(target)
     with pytest.raises(ValueError, match="token tree"):
         attach(target)
 
