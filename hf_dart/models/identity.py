@@ -23,7 +23,7 @@ _STAY = {"forward", "_output_capturing_hooks_installed"}
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """Return a key of a target's module kinds, code, hooks, modes, attention, dtype and adapters, and autocast.
+    """Return a key of a target's module kinds, code, hooks, modes, attention, device, dtype and adapters, and autocast.
 
     What that code reads (globals, attributes, closures) is not looked into: whoever changes it attaches again.
     """
@@ -39,8 +39,8 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     adapters = frozenset(str(config.peft_type) for config in getattr(model, "peft_config", {}).values())
     modes, attention = tuple(part.training for part in parts), attention_of(model)
     code += [_code_of(registered(interface, attention)) for interface in (AttentionInterface, AttentionMaskInterface)]
-    multiplied = autocast_dtype(device_of(model.get_input_embeddings()))
-    return attention, model.dtype, multiplied, kinds, modes, tuple(code), adapters
+    device = device_of(model.get_input_embeddings())
+    return attention, device, model.dtype, autocast_dtype(device), kinds, modes, tuple(code), adapters
 
 
 def users_hooks(part: nn.Module) -> list[Any]:

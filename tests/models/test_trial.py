@@ -24,6 +24,7 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_dart import attach, detach
+from hf_dart.models import identity
 from hf_dart.models import trial as probe
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.tolerance import allowance, coarsest, difference, same
@@ -289,8 +290,8 @@ def test_what_code_reads_is_tried_by_attaching_again(detached: bool) -> None:
         attach(target)
 
 
-def test_what_hangs_on_a_target_is_tried_once(tried: list[int]) -> None:
-    """Hooks made again for every call, and those of transformers, cost no trial."""
+def test_what_hangs_on_a_target_is_tried_once(tried: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks made again for every call, and those of transformers, cost no trial; another device costs one."""
     target = tiny_target("llama")
     head = tiny_head(target)
     for _ in range(2):
@@ -303,6 +304,10 @@ def test_what_hangs_on_a_target_is_tried_once(tried: list[int]) -> None:
     assert len(tried) == 2
     attach(target)
     assert len(tried) == 3
+    monkeypatch.setattr(identity, "device_of", lambda module: torch.device("cuda:1"))
+    for _ in range(2):
+        check_verification(target)
+    assert len(tried) == 4
 
 
 class CountsPadding(LlamaForCausalLM):
