@@ -84,6 +84,8 @@ class Tier:
         self._session, self.failure = session, None
         self._verify = self._verifier(session.verify, self._cache)
         self._cache.take_rows(session.cache, rows)
+        for forward in self.forwards.values():
+            forward.verifier.cache._whole = True  # whatever commit was interrupted
         if self._shift is not None:
             self._shift.copy_(session.verify.shift)
         if self._draft_cache is not None:

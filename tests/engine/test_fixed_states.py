@@ -94,10 +94,13 @@ def test_captured_forwards_of_several_sizes() -> None:
 
 
 def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache that was passed in holds the prompt: what some layers have taken in since cannot be read."""
-    target, head, _ = compiled_pair("lfm2", first_tier=64)
+    """The cache that was passed in holds the prompt: what some layers have taken in since cannot be read.
+
+    Later calls run on the same tier.
+    """
+    target, head, made = compiled_pair("lfm2", first_tier=64)
     inputs, options = batch(1, "sdpa"), {**MODES["greedy"], "max_new_tokens": 20}
-    target.generate(**inputs, assistant=head, **options)
+    whole = target.generate(**inputs, assistant=head, **options)
     before, cache = (DynamicCache(config=target.config) for _ in range(2))
     with torch.no_grad():
         target(**inputs, **{CACHE: before})
@@ -118,6 +121,10 @@ def test_broken_off_amid_a_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache.get_seq_length() == inputs["input_ids"].shape[1]
     for slot, state in states_of(before).items():
         torch.testing.assert_close(states_of(cache)[slot], state)
+    monkeypatch.undo()
+    tiers = [*made.tiers]
+    assert torch.equal(target.generate(**inputs, assistant=head, **options), whole)
+    assert [*made.tiers] == tiers
 
 
 @pytest.mark.parametrize("family", ["lfm2", "mamba2"])
