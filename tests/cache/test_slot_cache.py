@@ -20,6 +20,15 @@ def test_buffers_are_written_with_gradients_wherever_they_were_made(gradients_wh
     assert [store.buffer(index)[0, 0, :, 0].tolist() for index in (0, 1)] == [[0, 2, 4, 0], [0, 3, 5, 0]]
 
 
+def test_a_store_that_others_go_on_with_grows_seldom() -> None:
+    """Beyond what its first call may need, too, where each round asks for a little more (`seats.Seats`)."""
+    store, capacities = SlotStore(torch.zeros(2, 1, 1, 8, 2), most=12), set()
+    for end in range(8, 100):
+        store.reserve(end)
+        capacities.add(store.capacity)
+    assert capacities == {8, 12, 24, 48, 96, 192}
+
+
 def test_a_windowed_row_may_lose_what_two_rounds_committed() -> None:
     """The window before that is there, however often entries have made room."""
     cache, window = SlotCache(torch.tensor([3]), capacity=8), 5
