@@ -170,14 +170,16 @@ class Session:
 
     def limits(self) -> list[int]:
         """Tokens that each row may emit in the coming round. Noise that no row needs any more is dropped."""
-        rows = self.rows
-        limits = rows.rooms
-        if self.noise is not None and not rows.finished:
+        rows, limits, bounded = self.rows, self.rows.rooms, self.noise is not None
+        if not rows.finished:
             slowest = rows.slowest()
-            self.noise.forget_before(slowest)
-            ahead = zip(limits, rows.emitted, strict=True)
-            # A row that is as far ahead as it may be goes on token by token.
-            limits = [min(room, max(1, slowest + MAX_LEAD - emitted)) for room, emitted in ahead]
+            if self.noise is not None:
+                self.noise.forget_before(slowest)
+            # A row that is as far ahead as it may be goes on token by token, or waits if it only runs on.
+            limits = [
+                min(room, max(1 - ended, slowest + MAX_LEAD - emitted)) if bounded or ended else room
+                for room, emitted, ended in zip(limits, rows.emitted, rows.ended, strict=True)
+            ]
         return limits
 
     def budget(self) -> Budget:

@@ -15,7 +15,7 @@ from support.compare import assert_identical, run
 from support.memory import TensorPeak
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from support.turns import next_turn_of
-from support.users import Listener, OwnError
+from support.users import TOKENIZER, Listener, OwnError
 from transformers import DynamicCache
 
 from hf_dart.cache import slot_cache
@@ -265,6 +265,24 @@ def test_sliding_layers_keep_their_window(
     stock = DynamicCache(config=target.config)
     text = target.generate(**inputs, **{**options, "max_new_tokens": held + 1 - 7}, **{CACHE: stock})
     assert_same_cache(cache, stock, [0], text)
+
+
+@pytest.mark.parametrize("ends", [(1, 110), (180, 220)], ids=str)
+def test_a_row_that_runs_on_stays_near_the_others(ends: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far ahead, it would have left the window that stock's cache ends with."""
+    monkeypatch.setattr(slot_cache, "SLACK", 2 * (MAX_DRAFT_LENGTH + 1))
+    monkeypatch.setattr(slot_cache, "SPARE", 24)
+    target, inputs = attach(tiny_target("mistral", max_position_embeddings=1024)), prompts([5, 150])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 420}
+    known = replay(target, inputs, misses=[0.0, 1.0], **options)
+    rows = zip(known.sequences[:, 150:], ends, strict=True)
+    stops = ["".join(TOKENIZER.convert_ids_to_tokens(text[start : start + 5])) for text, start in rows]
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    given = zip(caches, ({}, {"assistant": known}), strict=True)
+    options |= {"stop_strings": stops, "tokenizer": TOKENIZER}
+    stock, ours = (target.generate(**inputs, **options, **{CACHE: cache}, **drafting) for cache, drafting in given)
+    assert torch.equal(ours, stock)
+    assert_same_cache(caches[1], caches[0], [145, 0], stock)
 
 
 def check_windows(cache: TargetCache) -> None:
