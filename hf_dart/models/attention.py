@@ -44,15 +44,15 @@ class TreeAttention:
             self.name = "sdpa" if all(model._supports_sdpa for model in models or [target]) else "eager"
         self.differs = self.name != self.own
 
-    def packed(self) -> AbstractContextManager[None]:
-        """Return a context in which targets of this thread attend as for trees, by `packed_attention` for SDPA."""
+    def for_trees(self) -> AbstractContextManager[None]:
+        """Return a context in which targets of this thread attend as for trees, by `grouped_attention` for SDPA."""
         return nullcontext() if self.name == self.own == "eager" else _in_place_of(self.own, self.name)
 
 
 def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Return a context in which a model takes masks [B, 1, Q, S] such as those of trees, in this thread."""
     attention = TreeAttention(model)
-    return attention.packed() if attention.differs else nullcontext()
+    return attention.for_trees() if attention.differs else nullcontext()
 
 
 def registered(interface: Any, name: str) -> Any:
@@ -82,12 +82,12 @@ def attend_in_groups(
     """
     batch, heads, queries, width = query.shape
     groups = heads // key.shape[1]
-    packed = query.reshape(batch, heads // groups, groups * queries, width)
+    grouped = query.reshape(batch, heads // groups, groups * queries, width)
     mask = mask if groups == 1 else mask.repeat(1, 1, groups, 1)
-    return masked_attention(packed, key, value, mask, scaling).reshape(batch, heads, queries, -1)
+    return masked_attention(grouped, key, value, mask, scaling).reshape(batch, heads, queries, -1)
 
 
-def packed_attention(
+def grouped_attention(
     module: torch.nn.Module,
     query: Tensor,  # [B, H, N, D]
     key: Tensor,  # [B, H / g, S, D]
@@ -175,7 +175,7 @@ def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 _TABLES: tuple[tuple[Any, dict[str, Callable[..., Any]]], ...] = (
-    (AttentionInterface, {"sdpa": packed_attention, "eager": _eager}),
+    (AttentionInterface, {"sdpa": grouped_attention, "eager": _eager}),
     (AttentionMaskInterface, {"sdpa": sdpa_mask, "eager": eager_mask}),
 )
 # The attention of this thread where a model asks for a name: that name, and the one to take in its place.

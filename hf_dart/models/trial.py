@@ -325,7 +325,7 @@ class _Trial:
         if not self._attention.differs:
             return noise
         own, name = self._attention.own, self._attention.name
-        with _explained(self._model, f"with attention {name!r}"), self._attention.packed():
+        with _explained(self._model, f"with attention {name!r}"), self._attention.for_trees():
             trees = self._first_step(rows)
         (change,) = highest(self._model, difference(trees, one))
         if not change <= allowance(dtype):

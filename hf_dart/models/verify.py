@@ -152,7 +152,7 @@ class Verifier:
     @contextmanager
     def takes_trees(self) -> Iterator[None]:
         """Return a context in which this thread's target takes trees, in attention and modules with running states."""
-        with self.attention.packed(), self._takes_states():
+        with self.attention.for_trees(), self._takes_states():
             yield
 
     def _takes_states(self) -> AbstractContextManager[None]:

@@ -30,7 +30,7 @@ from hf_dart import TreeConfig, attach
 from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
 from hf_dart.drafters.layers import attend
 from hf_dart.models import attention
-from hf_dart.models.attention import TreeAttention, attend_in_groups, attention_of, packed_attention
+from hf_dart.models.attention import TreeAttention, attend_in_groups, attention_of, grouped_attention
 from hf_dart.models.trial import forget
 
 EXACT = tally("float64, kernels of the user's")
@@ -242,14 +242,14 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("masked", [True, False])
-def test_packed_attention_is_stocks(groups: int, masked: bool) -> None:
+def test_grouped_attention_is_stocks(groups: int, masked: bool) -> None:
     query, key, value = drawn(2, 2 * groups, 5, 8), drawn(2, 2, 11, 8, seed=1), drawn(2, 2, 11, 6, seed=2)
     hidden = drawn(2, 1, 5, 11, seed=3) < -0.3
     hidden[..., 0] = False
     mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, torch.finfo(torch.float64).min)
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
     arguments = {"attention_mask": mask if masked else None, "scaling": 0.3, "is_causal": False}
-    found, _ = packed_attention(module, query, key, value, **arguments)  # type: ignore[arg-type]
+    found, _ = grouped_attention(module, query, key, value, **arguments)  # type: ignore[arg-type]
     wanted, _ = sdpa_attention_forward(module, query, key, value, **arguments)  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted)
     assert found.is_contiguous()
