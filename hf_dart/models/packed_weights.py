@@ -188,7 +188,7 @@ def packed_drafts(target: PreTrainedModel, drafter: Any) -> Sequence[PackedLinea
 
 
 def packable(model: PreTrainedModel, *further: nn.Module) -> list[nn.Linear]:
-    """Return the layers whose weights can be packed, for which modules are looked through where there may be any."""
+    """Return the linear layers of a model on a CPU, and of further modules, whose weights can be packed."""
     if model.device.type != "cpu" or not packs(model.dtype):
         return []
     parts, dtype = dict.fromkeys([*parts_of(model), *further]), model.dtype
