@@ -383,8 +383,7 @@ class SlotCache:
     def following(self, entries: int, most: int = 0) -> tuple[Tensor, Tensor | int, int]:
         """Make room for new entries after the committed ones of each row, `most` of them if that is more.
 
-        Returns:
-            Positions [B, Q]; the slots to write to, or the first of them where rows share them; the end of all slots.
+        Returned are positions [B, Q], the slots to write to or, where rows share them, the first, and the end of all.
         """
         if not self.fixed:
             self.forget(max(entries, most))

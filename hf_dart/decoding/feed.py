@@ -186,8 +186,7 @@ def read_prompt(
 ) -> tuple[PromptReader, list[MaskKind], TargetCache]:
     """Run the prompt through the target, by stock's prefill, and through the drafter.
 
-    Returns:
-        The reader that handed it to the drafter, the kinds of masks, and the cache that takes over from stock's.
+    Returned are the reader that handed it on, the kinds of masks, and the cache that takes over from stock's.
     """
     model = request.model
     reader = PromptReader(request, drafter_state.state)

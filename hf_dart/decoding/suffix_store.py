@@ -76,11 +76,7 @@ class SuffixStore:
             return [name for name, number in self._numbers.items() if number in held]
 
     def namespace(self, name: str) -> Namespace:
-        """Return the part of the store that calls with `memory=` this see; "" is the store's own.
-
-        Raises:
-            TypeError: `name` is no string.
-        """
+        """Return the part of the store that calls with `memory=` this see; "" is the store's own."""
         if not isinstance(name, str):
             raise TypeError(f"A namespace is named by a string, not {name!r:.100}; give str(name).")
         return Namespace(self, name)
@@ -160,8 +156,6 @@ class SuffixStore:
         """Count the copied tokens of a row, by cell: those that were `right`, of those that were `seen`."""
         with self._lock:
             self._counts.add(right, seen)
-
-    # ---- files ----------------------------------------------------------------------------------------------
 
     def save(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write all namespaces to one safetensors file, which `load` reads. It holds the texts as they are.

@@ -47,7 +47,7 @@ _PREFIX = "base_model.model."
 _SETTINGS = ("tree", "enable_thinking", "chat_template_hash", "draft_window", "draft_sink")
 
 
-def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
+def add(head: TrainedDrafter, config: PeftConfig, name: str) -> None:
     """`DartHead.add_adapter`."""
     if not isinstance(config, PeftConfig):
         raise TypeError(
@@ -65,7 +65,7 @@ def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
     for one in named:
         if not any(path == one or path.endswith(f".{one}") for path in paths):
             raise ValueError(f"This head has no module {one!r}; those that take LoRA are {', '.join(LAYERS)} and fc.")
-    _inject(head, config, name, f"The config of adapter {name!r}", seed)
+    _inject(head, config, name, f"The config of adapter {name!r}")
 
 
 def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
@@ -91,12 +91,7 @@ def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
 
 
 def _inject(
-    head: TrainedDrafter,
-    config: PeftConfig,
-    name: str,
-    what: str,
-    seed: int = 0,
-    fill: Callable[[], None] | None = None,
+    head: TrainedDrafter, config: PeftConfig, name: str, what: str, fill: Callable[[], None] | None = None
 ) -> None:
     """Put an adapter on a head and make it the active one, all of it or nothing; `fill` gives it weights of a file."""
     if name in peft_configs(head):
@@ -107,7 +102,7 @@ def _inject(
     try:
         with refused(what, "give one that PEFT can put on this head"), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several adapters are intended
-            torch.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(0)
             inject_adapter_in_model(config, head, name, low_cpu_mem_usage=fill is not None)
         head._hf_peft_config_loaded = True
         head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode

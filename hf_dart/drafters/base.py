@@ -322,8 +322,7 @@ class Drafter(_Plain, ABC, Generic[State]):
     def resume(self, state: State, pending: list[Verified], lengths: Tensor) -> bool:
         """Go on with a state of an earlier call: take in what it lacks, then drop what follows `lengths` [B].
 
-        Returns:
-            Whether the state now holds `lengths` positions per row; a new one is begun otherwise.
+        Return whether the state now holds `lengths` positions per row; a new one is begun otherwise.
         """
         if self.runs_in is None or not isinstance(state, SlotCache) or not state.writable(*self.runs_in):
             return False

@@ -180,9 +180,8 @@ class TargetModules:
 
     def rows(self, vocab_size: int) -> int:
         """Return how many of a drafter's V tokens the target knows; tables may differ in padding rows."""
-        return min(
-            vocab_size, table_of(self.embeddings).num_embeddings, getattr(self.lm_head, "out_features", vocab_size)
-        )
+        scored = getattr(self.lm_head, "out_features", vocab_size)
+        return min(vocab_size, table_of(self.embeddings).num_embeddings, scored)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
         return self

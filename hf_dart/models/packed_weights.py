@@ -101,8 +101,7 @@ def packed_linear(entries: Tensor, copy: Tensor, bias: Tensor | None = None) -> 
 def few_rows(weights: list[Tensor], copies: list[Tensor]) -> tuple[int, int]:
     """Measure from how many rows on, 4 at most, products with packed copies of weights of one shape are faster.
 
-    Returns:
-        That number, and the one that fewer rows are filled up to: four take less time than one on some processors.
+    The number that fewer rows are filled up to is returned, too: four take less time than one on some processors.
     """
     full = weights[0].new_zeros(_ALWAYS, weights[0].shape[1])
 

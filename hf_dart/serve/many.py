@@ -97,9 +97,6 @@ def iterate_many(
         progress: show a bar, unless transformers' bars are disabled.
         options: those of `generate`, for every prompt. Each has its own copies of processors and criteria.
 
-    Yields:
-        The handle of each prompt.
-
     Raises:
         TypeError: `prompts` is one text or mapping.
         ValueError: `seed` names fewer seeds than there are prompts.

@@ -109,7 +109,7 @@ class DartHead(TrainedDrafter):
         seed: int = 0,
         **config: Any,
     ) -> Self:
-        """Return a new, untrained head fitted to `target`.
+        """Return a new, untrained head fitted to `target`, and attached to it.
 
         Args:
             target: the causal LM to draft for.
@@ -119,9 +119,6 @@ class DartHead(TrainedDrafter):
                 last ones; LoRA and the new parts are then to be trained (`hf_dart.drafters.dart.copied`).
             seed: of the initial weights; the global generators are not moved.
             config: fields of [`DartConfig`] that shall differ from the paper's head.
-
-        Returns:
-            The head, attached to `target`.
 
         Raises:
             TypeError: a field is unknown, or `target` is no model.
@@ -331,8 +328,7 @@ class DartHead(TrainedDrafter):
     def _run(self, state: SlotCache, entries: Entries, counts: Tensor, wanted: Tensor | slice | None = None) -> Tensor:
         """Run Q entries per row after the cached ones, of which `counts` [B] are real and the next ones its slots.
 
-        Returns:
-            Hidden states of all entries, or of those that are `wanted`: a slice of them, or their numbers [B, W].
+        Hidden states are returned of all, or of those that are `wanted`: a slice of them, or their numbers [B, W].
         """
         x, residual = entries
         # A slot may attend to all of its block, also after the last one that is run.
@@ -369,7 +365,7 @@ class DartHead(TrainedDrafter):
             adapters.save(self, Path(save_directory))
         self.record_location(str(Path(save_directory).absolute()))  # adapters can name it from now on
 
-    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None, seed: int = 0) -> None:
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
         """Put a new adapter on the head, which alone is trained and saved from then on.
 
         Args:
@@ -377,14 +373,13 @@ class DartHead(TrainedDrafter):
                 layers and on `fc`; without `modules_to_save` the mask slot is trained with it. Heads of copied layers
                 also train all their new parts, and the norms.
             adapter_name: "default" if left out.
-            seed: of its initial weights; the global generators are not moved.
 
         Raises:
             TypeError: `adapter_config` is none of PEFT's.
             ValueError: the head is in no folder as it is now, has such an adapter already, or lacks the modules that
                 are named.
         """
-        adapters.add(self, adapter_config, adapter_name or "default", seed)
+        adapters.add(self, adapter_config, adapter_name or "default")
 
     def load_adapter(self, path: str, adapter_name: str = "default", **where: Any) -> None:
         """Add a trained adapter to those of the head, and make it the active one.
@@ -430,23 +425,19 @@ class DartHead(TrainedDrafter):
 
     # ---- other parts --------------------------------------------------------------------------------
 
-    def add_selector(self, rank: int, seed: int = 0, kind: str = "bigram") -> Self:
+    def add_selector(self, rank: int, kind: str = "bigram") -> Self:
         """Give a trained head a bigram selector (`selector`); untrained, it changes no score.
 
         Args:
             rank: its width.
-            seed: of its initial weights; the global generators are not moved.
             kind: "bigram" or "markov".
         """
         self.config.selector_rank, self.config.selector_kind = rank, kind
-        self.selector = self._new(BigramSelector, seed)
+        self.selector = self._new(BigramSelector)
         return self
 
-    def add_editor(self, seed: int = 0) -> Self:
+    def add_editor(self) -> Self:
         """Let a trained head run again on its own draft (`modeling.Editor`); untrained, it changes nothing.
-
-        Args:
-            seed: of its initial weights; the global generators are not moved.
 
         Raises:
             ValueError: the head's logits are not shifted.
@@ -454,13 +445,13 @@ class DartHead(TrainedDrafter):
         if not self.config.shift_logits:
             raise ValueError("Edit passes go with shifted logits; train a head with shift_logits=True for them.")
         self.config.editor = True
-        self.editor = self._new(Editor, seed)
+        self.editor = self._new(Editor)
         return self
 
-    def _new(self, part: Callable[[DartConfig], Part], seed: int) -> Part:
-        """Return a new part of the head, as its config says."""
+    def _new(self, part: Callable[[DartConfig], Part]) -> Part:
+        """Return a new part of the head, as its config says; the global generators are not moved."""
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+            torch.default_generator.manual_seed(0)
             made = part(self.config)
             made.apply(self._init_weights)
         return made.to(device=self.device, dtype=self.dtype)

@@ -164,8 +164,6 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
         layer = text.per_layer_config[text.layer_types.index(kind)]
         return layer.num_key_value_heads, layer.head_dim
 
-    # ---- drafting -----------------------------------------------------------------------------------
-
     def begin(self, batch_size: int, capacity: int) -> SlotCache:
         state = SlotCache(torch.zeros(batch_size, dtype=torch.long, device=self.device), capacity)
         for kind in self._kinds:

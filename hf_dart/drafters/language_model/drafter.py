@@ -139,8 +139,6 @@ class LanguageModelDrafter(StockDrafter):
     def weights_read(self) -> list[int]:
         return model_sizes(self.model)
 
-    # ---- drafting -----------------------------------------------------------------------------------
-
     def read_first(self, state: ModuleCache, tokens: Tensor, counts: Tensor) -> None:
         self.extend(state, tokens.new_empty(*tokens.shape[:2], 0), tokens, counts)
         state.first = counts.cpu()

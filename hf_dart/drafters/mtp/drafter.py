@@ -108,8 +108,6 @@ class MtpDrafter(StockDrafter):
     def weights_read(self) -> list[int]:
         return sizes(self.module.layers) + sizes(self.module.shared_head)
 
-    # ---- drafting -----------------------------------------------------------------------------------
-
     @property
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
         return self._device, self.module.layers[0].eh_proj.weight.dtype

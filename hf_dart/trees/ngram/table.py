@@ -195,8 +195,6 @@ class NgramTable:
         places = np.minimum(known.searchsorted(keys), len(known) - 1)
         return np.where(known[places] == keys, self.counts[order - 2][places], 0).astype(np.float64)
 
-    # ---- checks -------------------------------------------------------------------------------------
-
     def _check_shapes(self) -> None:
         same = self.unigrams.dtype == np.int64 and self.unigrams.shape == (self.spec.vocab_size,)
         for keys, counts in zip(self.keys, self.counts, strict=True):
