@@ -170,17 +170,17 @@ class Session:
 
     def limits(self) -> list[int]:
         """Tokens that each row may emit in the coming round. Noise that no row needs any more is dropped."""
-        rows, limits, bounded = self.rows, self.rows.rooms, self.noise is not None
-        if not rows.finished:
-            slowest = rows.slowest()
-            if self.noise is not None:
-                self.noise.forget_before(slowest)
-            # A row that is as far ahead as it may be goes on token by token, or waits if it only runs on.
-            limits = [
-                min(room, max(1 - ended, slowest + MAX_LEAD - emitted)) if bounded or ended else room
-                for room, emitted, ended in zip(limits, rows.emitted, rows.ended, strict=True)
-            ]
-        return limits
+        rows = self.rows
+        if rows.finished:
+            return rows.rooms
+        slowest = rows.slowest()
+        if self.noise is not None:
+            self.noise.forget_before(slowest)
+        # A row that is as far ahead as it may be goes on token by token, or waits if it only runs on.
+        return [
+            min(room, max(1 - ended, slowest + MAX_LEAD - emitted)) if self.noise is not None or ended else room
+            for room, emitted, ended in zip(rows.rooms, rows.emitted, rows.ended, strict=True)
+        ]
 
     def budget(self) -> Budget:
         """Return the limits of the coming round, and whether it is worth a draft."""

@@ -219,11 +219,9 @@ def weights_of(layers: list[nn.Linear]) -> list[Tensor]:
 
 def free_memory() -> int | None:
     """Return the bytes that may be taken without swapping, within the limit of a container, where Linux tells."""
-    try:
+    free: int | None = None
+    with suppress(OSError, ValueError):  # there may be no limit, or "max"
         free = 1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
-    except OSError:
-        return None
-    with suppress(OSError, ValueError):  # no limit is "max"
         limit, held, parts = ((_CONTAINER / f"memory.{name}").read_text() for name in ("max", "current", "stat"))
         free = min(free, int(limit) - int(held) + int(parts.split("inactive_file ")[1].split()[0]))
     return free
