@@ -122,7 +122,7 @@ def stock_key(model: Any, inputs: dict[str, Any], seed: int, options: dict[str, 
         return None
     weights = tuple(hash(bytes(weight.reshape(-1).view(torch.uint8).numpy())) for weight in held)
     kinds = *(value.dtype for value in inputs.values()), model.dtype, model.training, attention
-    return asked, weights, kinds, repr(model), repr(model.config), repr(model.generation_config)
+    return asked, weights, kinds, repr(model), repr([vars(one) for one in (model.config, model.generation_config)])
 
 
 def assert_identical(
