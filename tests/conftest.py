@@ -14,37 +14,43 @@ os.environ["OMP_NUM_THREADS"] = "1"  # also of the processes that tests start
 from typing import Any
 
 import pytest
-import torch
-import transformers
 
 pytest.register_assert_rewrite("support")
 
-from support.compare import TALLIES, tally  # noqa: E402, after their assertions are rewritten
-from support.simulated_gpu import simulated_gpu  # noqa: E402
+from support.tallies import TALLIES, tally  # noqa: E402, after their assertions are rewritten
 
-from hf_dart.decoding import session  # noqa: E402
-from hf_dart.decoding.pace import Pace  # noqa: E402
-from hf_dart.drafters.base import Drafter  # noqa: E402
 
-torch.set_num_threads(1)
-transformers.logging.set_verbosity_error()
+def pytest_collection() -> None:
+    """Import what takes long where tests are run, and not before pytest-xdist has started the processes for that."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
 
 
 @pytest.fixture(autouse=True)
 def _known_generator_state() -> None:
     """Tests do not depend on their order."""
+    import torch
+
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds cost what they are estimated to, so that equal calls make equal rounds, however busy the machine is."""
+    from hf_dart.decoding.pace import Pace
+
     monkeypatch.setattr(Pace, "timed_costs", lambda *_: frozenset())
 
 
 @pytest.fixture(autouse=True)
 def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tests marked `gpu` run on a simulated one where there is none."""
+    import torch
+    from support.simulated_gpu import simulated_gpu
+
     if request.node.get_closest_marker("gpu") is None or torch.cuda.is_available():
         yield
     else:
@@ -68,6 +74,8 @@ def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Run a test in both executors: on fixed shapes whatever can run there, uncompiled."""
     if request.param == "captured":
         from support.engines import Everywhere
+
+        from hf_dart.drafters.base import Drafter
 
         monkeypatch.setattr(Drafter, "engine", Everywhere())
     return str(request.param)
@@ -101,11 +109,15 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
 @pytest.fixture
 def taken_up(noted: Any) -> list[bool]:
     """Answers, of every call, whether it went on with a draft."""
+    from hf_dart.decoding import session
+
     return noted(session, "resume_state", lambda draft, *_: draft is not None, result=True)
 
 
 @pytest.fixture
 def full_fp32() -> Iterator[None]:
+    import torch
+
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     yield
