@@ -124,6 +124,19 @@ def full_fp32() -> Iterator[None]:
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist hand out files in the order of their collection, in place of that of their numbers of tests."""
+    config.option.loadscopereorder = False
+
+
+LONGEST = ("test_tensor_parallel", "test_fuzz_generate", "test_nothing_leaks", "test_serve", "test_serving")
+"""Files that take long; where all processes are at work, none of them is to be left for the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: collections, of which engines and trainers ask for many, need not go through it.
 
