@@ -73,7 +73,7 @@ def target() -> Any:
     return tiny_target("llama", num_hidden_layers=8)
 
 
-@pytest.mark.parametrize("part", seeds(24, 1100))
+@pytest.mark.parametrize("part", seeds(12, 1100))
 @pytest.mark.parametrize("name", FORMATS)
 def test_damaged_files(target: Any, tmp_path: Path, name: str, part: range) -> None:
     """Weights that are read draft worse at most: the text is the target's."""
