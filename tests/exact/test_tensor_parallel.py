@@ -118,8 +118,11 @@ def one_alone_raises(target: Any, head: Any, inputs: dict[str, Any], first: bool
     with pytest.raises(OwnError) if first else pytest.raises(RuntimeError, match="Timed out"):
         target.generate(**inputs, **SAMPLED, assistant=head, streamer=Listener(5) if first else None)
     assert time.monotonic() - began < PATIENCE + 20
+    store = distributed.distributed_c10d._get_default_store()
     if first:
-        time.sleep(2 * PATIENCE)  # lives on, or the other one would see that it has gone
+        store.wait(["waited"])  # lives on, or the other one would see that it has gone
+    else:
+        store.set("waited", "")
 
 
 if __name__ == "__main__":
