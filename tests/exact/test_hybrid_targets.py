@@ -33,7 +33,6 @@ EXACT = tally("float64, tiny targets with running states")
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba", "mamba2"]
 
 
-@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize("family", sampled(HYBRIDS, *SAMPLE))
 def test_families(family: str) -> None:
     """Tokens, and all that a call returns."""
@@ -49,6 +48,14 @@ def test_families(family: str) -> None:
         stock, ours = assert_identical(target, tiny_head(target), prompts(RAGGED), into=EXACT, **options)
     pads = [max(RAGGED) - length for length in RAGGED]
     assert_same_cache(ours.output[CACHE], stock.output[CACHE], pads, close=FP32 if family in ROUNDS_INSIDE else CLOSE)
+
+
+@pytest.mark.filterwarnings("error:This call runs uncompiled.*level by level")
+@pytest.mark.parametrize("executor", ["captured"], indirect=True)
+@pytest.mark.parametrize("family", sampled(["lfm2", "lfm2_moe", "lfm3"], "lfm3"))
+def test_captured(family: str, executor: str) -> None:
+    """Others go through a tree level by level in float64, uncompiled; `engine/test_fixed_states.py` lets them not."""
+    test_families(family)
 
 
 def test_rows_that_ran_on_are_brought_back(noted: Any) -> None:
