@@ -80,10 +80,15 @@ def run(**remote):
 for folder in folders:
     *ours, output = run(custom_generate=folder, trust_remote_code=True)
     print(json.dumps([ours == stock, output.draft_stats.tau]))
+import hf_dart
+from hf_dart.drafters.registry import trainers
+assert {"dart", "edit", "eagle", "diffusion"} <= trainers().keys()
+assert not hasattr(hf_dart, "ToyDrafter")
 """
 
 
 def test_a_saved_folder_drafts_in_a_fresh_process_without_the_network(tmp_path: Path) -> None:
+    """Which then knows all kinds of drafters, and `hf_dart` has no names of others."""
     target = tiny_target("llama")
     head = tiny_head(target)
     target.save_pretrained(tmp_path / "target")
