@@ -84,8 +84,9 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         *((kind, ".jsonl") for kind in ROWS),
         *(("text", ending) for ending in (".json", ".parquet", ".txt")),
-        *(("messages", ending) for ending in (".json", ".parquet")),
-        *(("ids", ending) for ending in (".parquet", ".bin")),
+        ("messages", ".parquet"),
+        ("ids", ".bin"),
+        *(pytest.param(*one, marks=pytest.mark.matrix) for one in (("messages", ".json"), ("ids", ".parquet"))),
     ],
 )
 def test_files(tmp_path: Path, kind: str, ending: str, part: range) -> None:
