@@ -217,11 +217,11 @@ DRAFTERS = {
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0}
 CALLS: list[tuple[int, dict[str, Any]]] = [
     (5, {"do_sample": False, "max_new_tokens": 12}),
-    (9, {**SAMPLED, "max_new_tokens": 40}),
-    (3, {**SAMPLED, "max_new_tokens": 25, "temperature": 0.6}),
-    (14, {"do_sample": False, "max_new_tokens": 30, "repetition_penalty": 1.3}),
-    (7, {**SAMPLED, "max_new_tokens": 33, "repetition_penalty": 1.2}),
-    (6, {**SAMPLED, "max_new_tokens": 20}),
+    (9, {**SAMPLED, "max_new_tokens": 24}),
+    (3, {**SAMPLED, "max_new_tokens": 16, "temperature": 0.6}),
+    (14, {"do_sample": False, "max_new_tokens": 18, "repetition_penalty": 1.3}),
+    (7, {**SAMPLED, "max_new_tokens": 20, "repetition_penalty": 1.2}),
+    (6, {**SAMPLED, "max_new_tokens": 14}),
 ]
 
 
