@@ -17,7 +17,7 @@ from support import drawn
 from support.called import Tallies, failures_of
 from support.cases import SAMPLERS, replay
 from support.compare import assert_identical, run, same
-from support.tiny import PAD, VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.tiny import PAD, VOCABULARY, prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -344,20 +344,11 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     assert hidden.grad is not None
 
 
-@pytest.mark.parametrize(
-    ("make", "fields"),
-    [
-        (tiny_head, {}),
-        (tiny_head, {"block_attention": "bidirectional"}),
-        (tiny_eagle_drafter, {}),
-        (tiny_diffusion_drafter, {}),
-    ],
-    ids=["head", "bidirectional", "eagle", "diffusion"],
-)
-def test_however_a_prompt_is_fed(make: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter], ids=["head", "eagle"])
+def test_however_a_prompt_is_fed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding in front of it costs no drafts, nor do the pieces of a long one, whose masks are not quadratic."""
     target, ids = attach(tiny_target("llama")), prompts([23])["input_ids"]
-    drafter, committed = make(target, **fields), []
+    drafter, committed = make(target), []
     for pads, at_once in ((0, 2048), (5, 2048), (0, 5)):
         monkeypatch.setattr(feed, "AT_ONCE", at_once)
         inputs = {"input_ids": torch.nn.functional.pad(ids, (pads, 0))}
