@@ -37,7 +37,7 @@ from transformers import DynamicCache
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding import feed, pace, request, session
+from hf_dart.decoding import feed, request, session
 from hf_dart.models.stock_steps import CACHE
 
 
@@ -86,7 +86,7 @@ def test_interrupted_anywhere_in_stocks_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "part"), [(feed, "mask_kinds"), (session, "Verifier"), (session, "Walker"), (pace, "row_weights")]
+    ("where", "part"), [(feed, "mask_kinds"), (session, "Verifier"), (session, "Walker"), (session, "row_weights")]
 )
 def test_a_kept_interruption_holds_no_noise(pair: tuple[Any, DartHead], where: Any, part: str) -> None:
     """Before the first round; notebooks keep the last exception, and with it all that the call held."""
