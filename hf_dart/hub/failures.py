@@ -41,10 +41,7 @@ def _sentence(error: BaseException, repository: str, token: str | bool | None, r
     while known is not None:
         if isinstance(known, errors.GatedRepoError):
             return f"{repository!r} is gated; ask for access on {constants.ENDPOINT}/{repository}, then log in."
-        if (
-            isinstance(known, errors.RepositoryNotFoundError | errors.LocalEntryNotFoundError)
-            and "/" not in repository
-        ):
+        if isinstance(known, errors.RepositoryNotFoundError | errors.LocalEntryNotFoundError) and "/" not in repository:
             return f"There is no folder {repository!r}, and an id of the Hub names its user; give USER/{repository}."
         if isinstance(known, errors.RepositoryNotFoundError):
             if isinstance(token, str) or (token is not False and get_token()):
