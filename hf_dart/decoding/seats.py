@@ -83,6 +83,7 @@ class Seats:
         except BaseException:  # out of memory: the others go on
             for _, ours in self._shared(seat) if self.taken else ():
                 ours.resize(len(self.taken))
+            self._verify.cache._whole = True  # of their rows nothing was written
             raise
         self.taken.append(seat)
         self._change()

@@ -55,17 +55,18 @@ def test_a_drafter_that_fails(target: Any, head: DartHead, monkeypatch: pytest.M
         assert session.rows.tokens[0] == stock[0, : len(session.rows.tokens[0])].tolist()
 
 
-def test_a_call_that_does_not_fit(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["resize", "take_rows"])
+def test_a_call_that_does_not_fit(target: Any, head: DartHead, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run go on."""
-    seats, request, own = Seats(3), (prompts([5], seed=1), GREEDY), SlotStore.resize
+    seats, request, own = Seats(3), (prompts([5], seed=1), GREEDY), getattr(SlotStore, where)
     sessions = [opened(target, assistant=head, **request[0], **GREEDY) for _ in range(3)]
 
-    def grow(store: SlotStore, rows: int) -> None:
-        if rows > 2:
+    def grow(store: SlotStore, *given: Any) -> None:
+        if given[-1] in (3, [(2, 0)]):
             raise RuntimeError("out of memory")
-        own(store, rows)
+        own(store, *given)
 
-    monkeypatch.setattr(SlotStore, "resize", grow)
+    monkeypatch.setattr(SlotStore, where, grow)
     for session in sessions[:2]:
         seats.take(session)
     with pytest.raises(RuntimeError, match="out of memory"):
