@@ -165,6 +165,7 @@ class SlotStore:
 
         The rest of the row is zeros: entries of an earlier call might be NaN, which masks do not hide.
         """
+        self._most = self._most and other._most and max(self._most, other._most)
         self.reserve(count)
         for here, there in rows:
             self.storage[:, here] = 0
