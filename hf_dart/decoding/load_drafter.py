@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.api import AttachedGenerate, attach, detach
+from hf_dart.decoding.api import attach
 from hf_dart.decoding.suffix_store import SuffixStore
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
@@ -102,8 +102,9 @@ def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None
     drafters = _LOADED.setdefault(target, {})
     written = max((file.stat().st_mtime_ns for file in Path(path).glob("*")), default=0)  # 0: it is on the Hub
     if (path, revision) not in drafters or drafters[path, revision][0] != written:
-        was_attached = isinstance(vars(target).get("generate"), AttachedGenerate)
+        own = vars(target).get("generate")
         drafters[path, revision] = written, load_drafter(path, target=target, revision=revision, token=token)
-        if not was_attached:
-            detach(target)
+        vars(target).pop("generate", None)  # what its trial has shown stays known
+        if own is not None:
+            target.generate = own
     return drafters[path, revision][1]
