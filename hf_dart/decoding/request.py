@@ -134,8 +134,6 @@ def admit(
     tree_config = assistant.tree_config if tree_config is None else tree_config
     if not isinstance(tree_config, TreeConfig):
         raise TypeError(f"tree_config= takes a TreeConfig, not {tree_config!r:.100}; give TreeConfig(nodes=8), say.")
-    if not isinstance(trace, bool | None):
-        raise TypeError(f"trace is {trace!r:.100}; give True or False.")
     if refine is not None:
         tree_config = replace(tree_config, refine=refine)
     if tree_config.refine and not assistant.refines:

@@ -44,7 +44,6 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         "tree_config= takes a TreeConfig, not",
     ),
     "no field of trees": (lambda *_: cast(Any, TreeConfig)(nods=8), "no field 'nods'; did you mean 'nodes'?"),
-    "a trace that is a word": (drafted(trace="yes"), "trace is 'yes'; give True or False"),
     "a tree without a drafter": (
         called(tree_config=TreeConfig(nodes=8)),
         "tree_config= shapes drafts, and this call has no drafter; give assistant=drafter",
