@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from os import PathLike
@@ -47,8 +47,8 @@ def attach(
     `generate` of the instance's own (a repository's, a partial) still serves calls without `assistant=`.
 
     The target is first tried on a random tree (`models.trial.check_verification`), unless it is being trained. The
-    result holds for its modules, their code and hooks, its attention and dtype. What that code reads (a global, an
-    attribute) is not checked: attach again after changing it.
+    result holds for its modules, their code and hooks, its attention, device and dtype. What that code reads (a global,
+    an attribute) is not checked: attach again after changing it.
 
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
@@ -204,8 +204,7 @@ def generate(
         What `model.generate` returns; with `return_dict_in_generate=True` also the statistics, as `draft_stats`.
 
     Raises:
-        TypeError: `assistant` is no drafter of ours, `tree_config` no [`TreeConfig`], `trace` no truth value, or
-            `memory` no store.
+        TypeError: `assistant` is no drafter of ours, `tree_config` no [`TreeConfig`], or `memory` no store.
         ValueError: something was asked for that could not equal stock's output; the message says what to do instead.
     """
     if isinstance(kwargs.get("assistant_model"), Drafter):
@@ -389,8 +388,9 @@ def begin_session(request: Request, generator: torch.Generator | None = None, sh
     if request.generation_config.do_sample:
         ids = request.input_ids
         noise = NoiseStream(len(ids), 0, ids.device, forecast=request.in_step, generator=generator)
+    undone = undone_on_failure(request.stock_cache, request.total) if request.users_cache else nullcontext()
     try:
-        with undone_on_failure(request.stock_cache, request.total):
+        with undone:
             session = Session(request, noise)
             if shown is not None:
                 _show_prompt(request.streamer, shown)

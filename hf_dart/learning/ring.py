@@ -144,10 +144,10 @@ class Recorder(Observer):
         if not self._rows:
             self._rows = [[] for _ in counts]
             self._prompt = counts if logits is None else [0] * len(counts)
+        place = drafter.device  # a prompt may lie on the host, with its tokens and the first logits
         for row, count in enumerate(counts):
             last = (torch.arange(count) == count - 1) & (logits is not None)
-            # A prompt may lie on the host, with its tokens and the first logits.
-            self._rows[row].append([last, *(part[row, :count].to(drafter.device) for part in (*seen[:2], *best))])
+            self._rows[row].append([last, *(part[row, :count].to(place) for part in (*seen[:2], *best))])
         self._width += seen.next_tokens.shape[1]
         if self._width >= SEGMENT:
             self._close()

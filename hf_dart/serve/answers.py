@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from functools import reduce
 from itertools import accumulate
 from operator import or_
@@ -62,14 +62,16 @@ class Completion:
             told = {
                 "tokens": tokens,
                 "token_logprobs": [one.logprob for one in piece.logprobs],
-                "top_logprobs": [
-                    # Of tokens that decode alike, parts of a character say, the best one counts.
-                    {self._decode([token]): value for token, value in reversed(one.top)}
-                    for one in piece.logprobs
-                ],
+                "top_logprobs": [self._top(one.top) for one in piece.logprobs],
                 "text_offset": offsets,
             }
         return {"index": piece.index, "text": piece.text, "logprobs": told, "finish_reason": piece.end}
+
+    def _top(self, scored: Iterable[tuple[int, float]]) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, value in scored:  # parts of a character may decode alike, of which the best counts
+            top.setdefault(self._decode([token]), value)
+        return top
 
     def change(self, piece: Piece, first: bool = False) -> dict[str, Any]:
         """Return what a stream tells of a piece."""

@@ -117,7 +117,8 @@ class Batcher:
     @property
     def waiting(self) -> int:
         """Number of requests that wait for a seat."""
-        return len(self._waiting)
+        with self._changed:
+            return sum(not call.handle.cancelled() for call in self._waiting)
 
     @property
     def running(self) -> int:
@@ -246,7 +247,8 @@ class Batcher:
     def _next(self, autocast: torch.dtype | None) -> _Call | None:
         """Take the first request that waits, if there is room for it."""
         with self._changed:
-            self._waiting = deque(call for call in self._waiting if not call.handle.cancelled())
+            while self._waiting and self._waiting[0].handle.cancelled():
+                self._waiting.popleft()
             if not self._waiting or self._waiting[0].autocast != autocast or not self._seats.free:
                 return None
             calls = [self._waiting[0], *self._running]

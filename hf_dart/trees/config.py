@@ -50,9 +50,8 @@ class TreeConfig:
         verify_costs: in place of `node_cost`, on any device: costs of a forward of so many tokens, relative to one of a
             single token, as pairs (tokens, cost) of rising tokens from (1, 1) on, which may fall; straight lines
             between them. `hf-dart profile` measures them. Empty for none.
-        level_cost: additional cost, in the same unit, of each level of nodes on a target that computes its trees level
-            by level, as some with running states do (`hf_dart.cache.states`). None is an estimate there, and nothing
-            elsewhere.
+        level_cost: additional cost, in that unit, of each level of nodes on targets that compute trees level by level,
+            as some with running states do (`hf_dart.cache.states`). None is an estimate there, and nothing elsewhere.
         draft_cost: cost of a draft, relative to a round without one; None is the drafter's own estimate
             (`Drafter.draft_cost`), and on a CPU, where trees have no given size, it is measured while generating.
             Rounds in which drafts would bring less than they cost have none, and only copied text is verified
