@@ -78,7 +78,7 @@ def read_rope(layer: Fields, *, theta: float | None = None, as_default: Collecti
     """
     scaling = layer.part("rope_scaling", "rope_parameters", outer=("rope_theta",))
     kind = scaling.given("rope_type", "type")
-    if kind in as_default:
+    if kind in as_default or ("mrope" in as_default and kind in (None, "default")):  # as Qwen3-VL calls it
         for name in ("factor", "mrope_section", "mrope_interleaved", "original_max_position_embeddings"):
             scaling.given(name)
         kind = None

@@ -166,6 +166,17 @@ def test_of_a_target_that_was_saved(tmp_path: Path) -> None:
     assert_identical(target, drafter, batch(1, "eager"), **GREEDY, into=EXACT)
 
 
+def test_of_the_revision_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else of the only one that is here."""
+    target, asked = tiny_target("llama"), list[Any]()
+    target.config._name_or_path = "them/model"
+    monkeypatch.setattr("hf_dart.drafters.mtp.drafter.cached_commit", lambda path: "here")
+    monkeypatch.setattr(MtpDrafter, "from_pretrained", lambda path, target, revision: asked.append(revision))
+    for options in {}, {"revision": "main"}:
+        MtpDrafter.from_target(target, **options)
+    assert asked == ["here", "main"]
+
+
 def test_what_is_refused(folders: Any, tmp_path: Path) -> None:
     target, folder, _ = folders("glm4_moe")
     drafter = MtpDrafter.from_target(target)

@@ -152,6 +152,9 @@ VARIANTS: dict[str, tuple[Any, ...]] = {
     "original, linear": (ORIGINAL, {"rope_scaling": {"type": "linear", "factor": 4.0}}),
     "original, llama3": (ORIGINAL, {"rope_scaling": LLAMA3, "rope_theta": 1e4}),
     "original, yarn": (ORIGINAL, {"rope_scaling": YARN}),
+    "original, Qwen3-VL's": (
+        ORIGINAL, {"rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True}}
+    ),
     "original, head_dim from the shapes": (ORIGINAL, {}),
     "original, a table of its own": (ORIGINAL, {}, {"own_embeddings": True}),
     "original, a norm for each layer": (ORIGINAL, {"use_aux_norm": True}),

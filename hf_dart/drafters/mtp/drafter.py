@@ -77,7 +77,7 @@ class MtpDrafter(StockDrafter):
 
         Args:
             target: the causal LM.
-            options: as for the class; ngram, token.
+            options: as for the class; ngram, revision, token.
 
         Raises:
             ValueError: that checkpoint has none, or it cannot be read.
@@ -89,7 +89,7 @@ class MtpDrafter(StockDrafter):
                 "with from_pretrained."
             )
         revision = cached_commit(path)
-        return cls.from_pretrained(path, target=target, **({"revision": revision} if revision else {}), **options)
+        return cls.from_pretrained(path, target=target, **({"revision": revision} if revision else {}) | options)
 
     @classmethod
     def _load(cls, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any, **where: Any) -> Self:
