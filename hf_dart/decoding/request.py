@@ -294,7 +294,7 @@ def refuse_cache_length(
     if cached >= total:
         raise ValueError(
             f"The cache holds {cached} tokens and the prompt has {total}, but the target has to run over the last one; "
-            f"call past_key_values.crop({total - cached - 1}) or add new tokens to the prompt."
+            "add new tokens to the prompt, or pass the whole text with an empty cache."
         )
     if first not in (0, cached):
         raise ValueError(
