@@ -30,8 +30,8 @@ class _Prefix(NamedTuple):
     """A beginning of prompts: tokens [n + 1], of which stock's cache holds n, and what the drafter has of them.
 
     Layers of the cache make new tensors when they grow, so that copies share these. `state` is the drafter's, after the
-    first n - 1 positions (None: it reads them again, as does another drafter), and `features` [1, 1, F] are those of
-    the last one.
+    first n - 1 positions (None: drafters that look at tokens alone read them again), and `features` [1, 1, F] are those
+    of the last one.
     """
 
     tokens: Tensor
@@ -71,7 +71,8 @@ class Prefixes:
             if target != self._target:
                 self._kept.clear()
                 self._target = target
-        fitting = [one for one in self._kept if _common(ids, one.tokens) == len(one.tokens)]
+        served = (one for one in self._kept if one.drafter() is request.drafter or not request.drafter.feature_layers)
+        fitting = [one for one in served if _common(ids, one.tokens) == len(one.tokens)]
         if fitting:
             prefix = max(fitting, key=lambda one: len(one.tokens))
             self._kept.sort(key=lambda one: one is prefix)
