@@ -102,7 +102,7 @@ class DartCandidateGenerator(CandidateGenerator):
         skipped, positions = 0, outputs.logits.shape[1]  # rejected drafts among them
         if self._state is None:
             refuse_cache(model_kwargs[self._cache_name])  # some layers get their class only when first used
-            self._state = self._drafter.begin(1, self._max_length)
+            self._state = self._drafter.begin(1, ids.shape[1])  # it grows
             first = ids[:, self._pads : self._pads + 1]
             self._drafter.read_first(self._state, first, torch.ones(1, dtype=torch.long))
             kept = positions = ids.shape[1] - 1
