@@ -201,7 +201,7 @@ def read_prompt(
     windows = layer_windows(model, stock) if request.windowed else None
     capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
     lend = request.users_cache and request.windowed and not any(request.pads)
-    keep, most = request.returns_cache, request.most + max(nodes, FILL)
-    cache = TargetCache(stock, request.pads, capacity, keep, most, windows, lend)
+    most = request.most + max(nodes, FILL * (request.returns_cache and len(rows) > 1))  # rows are filled up at the end
+    cache = TargetCache(stock, request.pads, capacity, request.returns_cache, most, windows, lend)
     refuse_extra_inputs(model, cache, kinds, reader.shift, reader.extra_inputs)
     return reader, kinds, cache
