@@ -49,7 +49,7 @@ class SlotStore:
     """Buffers of one shape, [B, heads, capacity, head_dim] each, in which position p of a row lies in slot p - `first`.
 
     They share one storage, so that a commit moves the entries of all layers at once. The capacity doubles when it is
-    outgrown, up to `most` where that is known and enough.
+    outgrown, up to `most` where that is known.
 
     Layers with a sliding `window` need the last positions of each row alone. What no row needs any more makes room for
     what comes; a row that has ended keeps what it saw, and with it all that follows.
@@ -84,7 +84,7 @@ class SlotStore:
         capacity, twice = end - self.first, 2 * self.capacity
         if capacity <= self.capacity:
             return
-        capacity = max(capacity, twice if self._most is None or capacity > self._most else min(twice, self._most))
+        capacity = max(capacity, twice if self._most is None else min(twice, self._most))
         grown = self.storage.new_zeros(self.shape_for(self.storage.shape[1], capacity))
         grown[..., : self.capacity, :] = self.storage
         self._keep(grown)
@@ -165,7 +165,7 @@ class SlotStore:
 
         The rest of the row is zeros: entries of an earlier call might be NaN, which masks do not hide.
         """
-        self._most = self._most and other._most and max(self._most, other._most)
+        self._most = self._most and other._most and max(self._most, other._most)  # a longer text goes on in it
         self.reserve(count)
         for here, there in rows:
             self.storage[:, here] = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding.request import FILL, Request
+from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import DrafterState
 from hf_dart.drafters.base import AT_ONCE, Verified, entries_of
@@ -201,7 +201,7 @@ def read_prompt(
     windows = layer_windows(model, stock) if request.windowed else None
     capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
     lend = request.users_cache and request.windowed and not any(request.pads)
-    most = request.most + max(nodes, FILL * (request.returns_cache and len(rows) > 1))  # rows are filled up at the end
-    cache = TargetCache(stock, request.pads, capacity, request.returns_cache, most, windows, lend)
+    keep, most = request.returns_cache, request.most + nodes
+    cache = TargetCache(stock, request.pads, capacity, keep, most, windows, lend)
     refuse_extra_inputs(model, cache, kinds, reader.shift, reader.extra_inputs)
     return reader, kinds, cache
