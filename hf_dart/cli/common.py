@@ -50,7 +50,7 @@ def sizes(text: str) -> tuple[int, ...]:
 def pair_options() -> argparse.ArgumentParser:
     """Make a parent parser: which target and head, and how they run."""
     pair = argparse.ArgumentParser(add_help=False, parents=[target_options()])
-    pair.add_argument("--head", help="a folder or a Hub id (default: the packaged target's; else copied text)")
+    pair.add_argument("--head", help="a folder, a Hub id, or auto (default: the packaged target's; else copied text)")
     pair.add_argument("--ngram", type=Path, metavar="FILE", help="n-gram table of the target's tokenizer")
     return pair
 

@@ -44,7 +44,7 @@ def add(commands: Any) -> None:
 def app_of(arguments: argparse.Namespace) -> Any:
     """Return the ASGI app of a server with the options of `hf-dart serve`, its model loaded."""
     if not all(map(find_spec, _NEEDED)):
-        raise UserError("A server needs more packages; install hf-dart[serve].")
+        raise UserError("A server needs more packages: pip install -e '.[serve]' in the clone.")
     template = None if arguments.chat_template is None else read_text(arguments.chat_template, "the chat template ")
     pair = common.load(arguments)
     from hf_dart.decoding.suffix_store import SuffixStore

@@ -158,8 +158,7 @@ class Learner:
         """
         head, name = cast(Any, drafter), type(drafter).__name__
         if not isinstance(drafter, tuple(PASSES)):
-            why = "is trained by hf-dart train" if isinstance(drafter, torch.nn.Module) else "has no weights to train"
-            raise TypeError(f"A Learner takes a DartHead or an EagleDrafter, and {name} {why}; leave learner= out.")
+            raise TypeError(f"A Learner takes a DartHead or an EagleDrafter, not a {name}; leave learner= out.")
         if self._student is not None and self._student.head is not drafter:
             raise ValueError("This Learner has a head already; make another Learner for this one.")
         if not all(weight.is_floating_point() for weight in head.parameters()) or hasattr(head, "hf_quantizer"):

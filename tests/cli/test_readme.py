@@ -33,7 +33,7 @@ from hf_dart.trees.ngram.build import build
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-HEADS = ("someone/dart-qwen3-8b", "z-lab/Qwen3-4B-DFlash-b16", "fvliang/qwen8b-dart")
+HEADS = ("someone/dart-qwen3-8b", "someone/dart-qwen3-4b", "z-lab/Qwen3-4B-DFlash-b16")
 HEADS += ("yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",)
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_dart.errors import INSTALLED_FROM, sentence
+from hf_dart.errors import sentence
 from hf_dart.training.data.packing import split_documents
 
 _FORMATS = {
@@ -34,12 +34,11 @@ class Source(NamedTuple):
 
 
 def datasets_library() -> Any:
-    """Return the module `datasets`, which only training needs, or raise a `ValueError` where it is not installed."""
+    """Return the module `datasets`, which few commands need, or raise a `ValueError` where it is not installed."""
     try:
         import datasets
     except ImportError as error:
-        wanted = f"pip install '{INSTALLED_FROM}[train]' (a clone)"
-        raise ValueError(f"Reading training data needs the datasets library; {wanted}.") from error
+        raise ValueError("Reading data sets needs datasets: pip install -e '.[train]' in the clone.") from error
     return datasets
 
 
