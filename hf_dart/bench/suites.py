@@ -159,7 +159,7 @@ def texts(files: list[Path] | None = None) -> tuple[str, list[Path]]:
         return ", ".join(path.name for path in files), files
     spec = find_spec("_pytest")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("The default text is pytest's source: install that, or give bench --text FILES, or audit prompts.")
+        raise UserError("The default text is pytest's source: install that, or give --text FILES (audit: prompts).")
     found = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
     return "pytest's source", [path for path in found if path.stat().st_size >= _SMALLEST]
 
