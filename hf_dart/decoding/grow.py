@@ -302,12 +302,11 @@ class SeenTokens:
     def __call__(self, logits: Tensor, vocabulary: Tensor | None = None) -> Tensor:
         """[B, V] bool ([B, M] of a draft vocabulary), on the device of the draft's `logits` [B, d, V] or [B, d, M]."""
         if self._seen is None:
-            self._seen = torch.zeros(logits.shape[0], logits.shape[-1], dtype=torch.bool, device=logits.device)
+            self._seen = torch.zeros(logits.shape[0], logits.shape[-1] + 1, dtype=torch.bool, device=logits.device)
+        none = self._seen.shape[1] - 1  # column of the tokens that have no logit
         for row, text in enumerate(self._texts):
             columns = torch.tensor(text[self._marked[row] :], dtype=torch.long, device=logits.device)
-            if vocabulary is not None:
-                columns = columns_of(columns, vocabulary, -1)
-                columns = columns[columns >= 0]
+            columns = columns.clamp(max=none) if vocabulary is None else columns_of(columns, vocabulary, none)
             self._seen[row, columns] = True
             self._marked[row] = len(text)
-        return self._seen
+        return self._seen[:, :none]

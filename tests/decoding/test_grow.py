@@ -26,8 +26,8 @@ from hf_dart.trees.tree import DraftTree
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 48, 2)], ids=["all", "some"])
 def test_a_penalty_is_for_what_each_row_holds(vocabulary: torch.Tensor | None) -> None:
-    """However long the other rows are, and whichever of them grew since."""
-    texts = [[5, 6, 7, 8, 9], [10, 12], [4]]
+    """However long the other rows are, and whichever of them grew since; ids of images may have no logit."""
+    texts = [[5, 6, 7, 8, 9], [10, 12, 48, 50], [4]]
     seen, ids = SeenTokens(texts), torch.arange(48) if vocabulary is None else vocabulary
     for grown in ([], [20]), ([22, 23], []), ([24], [26, 28]):
         for row in (0, 2):
