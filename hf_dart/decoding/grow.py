@@ -62,8 +62,9 @@ class TreeGrower:
         cost: Callable[[bool], RoundCost] | None = None,  # of a round, drafted or not; None for those of `config`
         memory: Memory | None = None,  # texts of earlier calls, which are copied, too
         chances: Sequence[float] | None = None,  # as for `RowCopies`
+        size: float = inf,  # V of the target: ids from it on, as some images have, are not copied
     ) -> None:
-        self._drafter, self._config, self._texts = drafter, config, texts
+        self._drafter, self._config, self._texts, self._size = drafter, config, texts, size
         self._ends = sorted(ends)
         self.depth = config.resolve_depth(drafter.draft_length)
         self._most = config.resolve_nodes(len(texts), device.type)  # nodes per row
@@ -180,7 +181,7 @@ class TreeGrower:
             return [NOTHING] * len(deepest)
         ends: list[Collection[int]] = [() if over else self._ends for over in ended or [False] * len(deepest)]
         rows = zip(self.copied, limits, ends, strict=True)
-        found = [row.suggest(most, these) if most else NOTHING for row, most, these in rows]
+        found = [row.suggest(most, these, self._size) if most else NOTHING for row, most, these in rows]
         for row, grammar in enumerate(self.grammars):
             if grammar is not None and not (ended and ended[row]):
                 found[row] = grammar.copies(found[row], limits[row])

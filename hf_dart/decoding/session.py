@@ -135,6 +135,7 @@ class Session:
                 pace.cost,
                 request.memory,
                 pace.copied_chances() if request.memory is None else None,
+                self.vocab_size,
             )
             self.walk = Walker(request, rows, self.streaming, noise)
             # The prompt's last position waits for the token after it.

@@ -346,8 +346,8 @@ class RowCopies:
         self._prior = known if chances is None else chances
         self.right, self.seen = [0.0] * len(PRIOR), [0.0] * len(PRIOR)
 
-    def suggest(self, depth: int, ends: Collection[int] = ()) -> Copies:
-        """Return copies after the text, at most `depth` deep; none after a token of `ends`."""
+    def suggest(self, depth: int, ends: Collection[int] = (), size: float = inf) -> Copies:
+        """Return copies after the text, at most `depth` deep, of tokens below `size`; none after a token of `ends`."""
         self.learn()
         self._read()
         ending = [token + self._base for token in self._text[-LONGEST:]]
@@ -356,7 +356,7 @@ class RowCopies:
         if self._memory is not None:
             more, longer = self._memory.matches(ending, depth)
             rows, lengths, sources = rows + more, lengths + longer, sources + [_SOURCE] * len(more)
-        self._asked_at = len(self._text)
+        self._asked_at, self._limit = len(self._text), size + self._base
         self._proposed = self._grown(rows, lengths, sources, depth, {end + self._base for end in ends})
         return self._proposed
 
@@ -398,7 +398,7 @@ class RowCopies:
                 token, end = rows[first][level], last
                 while rows[end][level] != token:
                     end -= 1
-                if token:
+                if 0 < token < self._limit:
                     share = (before[end + 1] - before[first]) / whole
                     length, source = ranks[first] if end == first else max(ranks[first : end + 1])
                     kind = _DISAGREE if share < _AGREE else _ONE if end == first else _SEVERAL

@@ -17,7 +17,7 @@ from support.families import needs_running_states
 from support.modules import with_module
 from support.multimodal import MULTIMODAL, TEXT, after_images, image_inputs, multimodal_target
 from support.sentences import refused
-from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
+from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
@@ -128,6 +128,19 @@ def test_every_kind_of_drafter(family: str, make: Any) -> None:
         assert_identical(target, drafter, image_inputs(family), into=SEEN, **mode)
     text = {name: image_inputs(family)[name] % 43 for name in ("input_ids", "attention_mask")}
     assert_identical(target, drafter, text, into=SEEN, **GREEDY)
+
+
+@pytest.mark.parametrize("make", [tiny_eagle_drafter, lambda target: tiny_head(target, selector_rank=4)])
+def test_ids_that_have_no_logit(make: Any) -> None:
+    """As the images of Molmo2 have, whose LM head is shorter than its embeddings: they are read, and never copied."""
+    target = attach(tiny_target("llama"))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        target.set_input_embeddings(torch.nn.Embedding(VOCABULARY + 2, 32, dtype=torch.float64))
+    drafter, text = make(target), torch.arange(3, 43)
+    ids = torch.stack([text, VOCABULARY + text % 2], dim=1).view(1, -1)  # whatever is written, one came after it
+    for mode in (GREEDY, SAMPLED, {**SAMPLED, "repetition_penalty": 1.3}):
+        assert_identical(target, drafter, {"input_ids": ids}, **mode)
 
 
 @needs_running_states

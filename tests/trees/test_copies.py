@@ -153,11 +153,15 @@ def test_every_node_follows_a_match(seed: int) -> None:
 
 
 def test_loops_and_ends() -> None:
-    """A loop goes on, down to the depth that was asked for; after a token that ends the text nothing is copied."""
+    """A loop goes on, down to the depth that was asked for; after a token that ends the text nothing is copied.
+
+    Nor is a token copied that the target has no logit for.
+    """
     assert max(paths_of(RowCopies([5, 1, 2, 3, 1, 2, 3, 1, 2, 3]).suggest(8)), key=len) == (1, 2, 3, 1, 2, 3, 1, 2)
     text = [1, 2, 3, 4, 5, 1, 2]
     assert max(map(len, paths_of(RowCopies(text).suggest(4)))) == 4
     assert set(paths_of(RowCopies(text).suggest(4, ends=[3]))) == {(3,)}
+    assert set(paths_of(RowCopies(text).suggest(4, size=5))) == {(3,), (3, 4)}
 
 
 def test_places_that_disagree_make_a_tree() -> None:
