@@ -242,8 +242,8 @@ def _check(names: Any, vocab_size: int, tokens: Array, owners: Array, right: Arr
         raise ValueError("its arrays have other types or shapes")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names) or len({*names}) < len(names):
         raise ValueError("its namespaces have no names")
-    if not 0 <= vocab_size < 2**31 or (len(tokens) and not 0 <= tokens.min() <= tokens.max() <= (vocab_size or 2**31)):
-        raise ValueError("it holds tokens beyond its vocabulary")
+    if not 0 <= vocab_size < 2**31 or (tokens < 0).any():  # ids of images may lie beyond the vocabulary
+        raise ValueError("it holds numbers that are no tokens")
     if tokens[-1:].any() or ((tokens[:-1] == 0) & (tokens[1:] == 0)).any() or tokens[:1].tolist() == [0]:
         raise ValueError("its texts have no ends")
     if len(owners) != int((tokens == 0).sum()) or (len(owners) and not 0 <= owners.min() <= owners.max() < len(names)):
