@@ -22,7 +22,7 @@ _OTHER_HEADS = ("classifier", "summary")
 
 def refuse_target(model: PreTrainedModel) -> None:
     """Raise for targets that no draft serves, tree or chain."""
-    if not isinstance(model, GenerationMixin):
+    if getattr(type(model), "_sample", None) is not GenerationMixin._sample:  # what our loop stands in for
         raise ValueError(
             f"{type(model).__name__} does not generate a token at a time as transformers' GenerationMixin does, which "
             "is what drafts are for; call generate without assistant=."
@@ -32,8 +32,7 @@ def refuse_target(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
             "Call generate without assistant=."
         )
-    why = _FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
-    if why is not None:
+    if why := _FAMILIES.get(model.config.get_text_config(decoder=True).model_type):
         raise ValueError(f"{type(model).__name__} {why}; call generate without assistant=.")
     adapters = getattr(model, "peft_config", {}).values()
     if any(getattr(one, "alora_invocation_tokens", None) is not None for one in adapters):

@@ -94,8 +94,11 @@ def test_an_image_in_the_cache_is_refused() -> None:
 
 
 def test_what_does_not_generate_is_told_when_attaching() -> None:
-    with pytest.raises(ValueError, match=r"^LlamaModel does not generate a token at a time .*\.$"):
-        attach(tiny_target("llama").model)
+    model = tiny_target("llama")
+    for target in model.model, model:
+        with pytest.raises(ValueError, match=rf"^{type(target).__name__} does not generate a token at a time .*\.$"):
+            attach(target)
+        model.__class__ = type("OwnLoop", (type(model),), {"_sample": lambda *args, **kwargs: None})
 
 
 @pytest.mark.matrix
