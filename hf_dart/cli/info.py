@@ -23,7 +23,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.hub.download import optional_json
     from hf_dart.hub.failures import hub_errors
     from hf_dart.hub.known_drafters import published_drafters, published_table
-    from hf_dart.interop.mtp_module import FIELDS
+    from hf_dart.interop.mtp_module import module_format
     from hf_dart.models.support import refuse_target
 
     path = target_path(arguments.model)
@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
     with as_user_error(ValueError), torch.device("meta"):
         refuse_target(AutoModelForCausalLM.from_config(config).eval())
     print("fits: as far as its config says; a trial makes sure when it is attached")
-    if any(getattr(text, field, None) for field in FIELDS):
+    if module_format(content, lambda: ["mtp.fc.weight"]):  # as it is called where no config tells
         print("of its own: a multi-token prediction module, if its weights have one: MtpDrafter.from_target(model)")
     known, drafters = published_drafters(config)
     if drafters:

@@ -2,11 +2,11 @@
 
 transformers knows the modules of several families (`MtpModel`) and how their weights are called. Others:
 
-- Qwen3-Next and Qwen3.5 (`mtp.*`): one layer of full attention.
+- Qwen3-Next and Qwen3.5 (`mtp.*`): one layer of full attention; Qwen3-Next's config names no module.
 - MiMo (`model.mtp_layers.N.*`), which transformers runs as a Qwen2: the hidden state comes first in `input_proj`.
 - Heads of speculators (`mtp_layers.0.*`, a checkpoint of their own), for several families: called like MiMo's, but the
   embedding comes first. Only the config tells them from MiMo's.
-- MiMo-V2 (`model.mtp.layers.N.*`): sliding attention and a dense MLP; the config names no module at all.
+- MiMo-V2 (`model.mtp.layers.N.*`): sliding attention and a dense MLP; the config names no module.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of
 from hf_dart.models.features import lm_head_of
 
-FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+_FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Names of the number of modules in configs."""
 
-_MIMO, _MIMO_V2 = re.compile(r"(^|\.)mtp_layers\.0\."), re.compile(r"(^|\.)mtp\.layers\.0\.eh_proj\.")
+_MARKS = r"(^|\.)mtp_layers\.0\.", r"(^|\.)mtp\.layers\.0\.eh_proj\.", r"^mtp\.fc\."  # MiMo, MiMo-V2, Qwen
 # After MtpModel's own renamings, which take "model." and "mtp." off and put the parts of a layer into its mtp_block.
 _RENAMED = {
     r"^mtp_layers\.(\d+)\.token_layernorm\.": r"layers.\1.enorm.",
@@ -45,7 +45,7 @@ _RENAMED = {
 def module_count(content: dict[str, Any]) -> int:
     """Return the number of modules that a config.json says its checkpoint has."""
     parts = [content, content.get("text_config")]
-    found = [part.get(name) for part in parts if isinstance(part, dict) for name in FIELDS]
+    found = [part.get(name) for part in parts if isinstance(part, dict) for name in _FIELDS]
     return max((count for count in found if type(count) is int), default=0)
 
 
@@ -54,16 +54,16 @@ def is_speculators(content: dict[str, Any]) -> bool:
     return content.get("speculators_model_type") == "mtp"
 
 
-def has_unnamed_modules(names: Collection[str]) -> bool:
-    """Return True if a checkpoint's tensors are named like MiMo-V2's modules."""
-    return any(_MIMO_V2.search(name) for name in names)
+def _marked(names: Collection[str]) -> list[bool]:
+    """Tell for each of `_MARKS` whether a checkpoint has tensors of such names."""
+    return [any(re.search(mark, name) for name in names) for mark in _MARKS]
 
 
 def module_format(content: dict[str, Any], names: Callable[[], Collection[str]]) -> str | None:
     """Return a description if a config.json, or the names of the tensors, are those of a checkpoint with a module."""
     if is_speculators(content):
         return "a multi-token prediction head in the format of speculators"
-    unnamed = str(content.get("model_type")).startswith("mimo_v2") and has_unnamed_modules(names())
+    unnamed = str(content.get("model_type")).startswith(("mimo_v2", "qwen3_next")) and any(_marked(names()))
     return "a target with a multi-token prediction module" if module_count(content) or unnamed else None
 
 
@@ -81,9 +81,9 @@ class _WithModules:
         self.config.name_or_path = folder
         text = self.config.get_text_config(decoder=True)
         self.config.dtype = text.dtype = target.dtype  # save_pretrained leaves its name there
-        count = module_count({name: getattr(text, name, None) for name in FIELDS})
-        first, second = any(_MIMO.search(name) for name in names), has_unnamed_modules(names)
-        if not (count or first or second):
+        count = module_count({name: getattr(text, name, None) for name in _FIELDS})
+        first, second, third = _marked(names)
+        if not (count or first or second or third):
             raise ValueError(
                 f"The config of {folder} names no multi-token prediction module; give a drafter of another kind."
             )

@@ -18,7 +18,7 @@ from support.eagle3 import eagle3_config
 from support.relatives import relative_config
 from support.sentences import assert_command_says, refused
 from support.tiny import tiny_target
-from transformers import LlamaConfig, T5Config
+from transformers import LlamaConfig, Qwen3NextConfig, T5Config
 
 from hf_dart.bench.exact import Difference, Run, differences
 from hf_dart.bench.pair import load_pair
@@ -192,6 +192,10 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "qwen3, 8 layers of 256, 6144 tokens\nfits: " in told
     assert "by architecture and sizes" not in told
     assert "best first:\n  packaged (model_cards/demo_pair)\n" in told
+    assert "of its own: " not in told
+    Qwen3NextConfig().save_pretrained(tmp_path / "qwen")
+    assert main(["info", str(tmp_path / "qwen")]) == 0
+    assert "of its own: a multi-token prediction module" in capsys.readouterr().out
     LlamaConfig(hidden_size=64, num_hidden_layers=2, vocab_size=100).save_pretrained(tmp_path / "llama")
     assert main(["info", str(tmp_path / "llama")]) == 0
     told = capsys.readouterr().out

@@ -33,7 +33,7 @@ _MIMO_V2S = {
     "layers.0.mtp_block.": "model.mtp.layers.0.",
     "layers.0.": "model.mtp.layers.0.",
 }
-_MARKED = {"mimo": "model.mtp_layers.0.input_proj", "mimo_v2": "model.mtp.layers.0.eh_proj."}
+_MARKED = {"mimo": "model.mtp_layers.0.input_proj", "mimo_v2": "model.mtp.layers.0.eh_proj.", "qwen3_next": "mtp.fc."}
 """Families whose modules are told by the names of their tensors, and one of these."""
 _NUMBERED = {"layers.0.mtp_block.": "", "layers.0.post_norm.": "shared_head.norm.", "layers.0.": ""}
 
@@ -49,7 +49,7 @@ def with_module(
     if family == "mimo":
         content["num_nextn_predict_layers"] = 1
         (folder / "config.json").write_text(json.dumps(content))
-    if family.startswith("qwen"):
+    if family == "qwen3_5":
         text = target.config.get_text_config(decoder=True)
         content.get("text_config", content)["mtp_num_hidden_layers"] = text.mtp_num_hidden_layers = 1
         (folder / "config.json").write_text(json.dumps(content))
