@@ -20,11 +20,11 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.modeling_layers import MtpModel
 
-from hf_dart.hub.checkpoint import refused, weight_shapes
+from hf_dart.hub.checkpoint import headers, refused
 from hf_dart.hub.download import head_config, weight_files
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of
-from hf_dart.models.features import lm_head_of
+from hf_dart.models.features import layer_count, lm_head_of
 
 _FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Names of the number of modules in configs."""
@@ -68,10 +68,7 @@ def module_format(content: dict[str, Any], names: Callable[[], Collection[str]])
 
 
 class _WithModules:
-    """A target whose config says what `MtpModel` asks; all else is the target's own.
-
-    Modules that are called as MiMo's may have the `embedding_first` in `input_proj`.
-    """
+    """A target whose config says what `MtpModel` asks, of an `embedding_first` too; all else is the target's own."""
 
     def __init__(
         self, target: PreTrainedModel, folder: str, names: Collection[str] = (), embedding_first: bool = False
@@ -84,9 +81,7 @@ class _WithModules:
         count = module_count({name: getattr(text, name, None) for name in _FIELDS})
         first, second, third = _marked(names)
         if not (count or first or second or third):
-            raise ValueError(
-                f"The config of {folder} names no multi-token prediction module; give a drafter of another kind."
-            )
+            raise ValueError(f"{folder} names no multi-token prediction module; give a drafter of another kind.")
         # transformers knows the layer numbers of published models only, and this module may be of any target.
         known = getattr(target, "_keys_to_ignore_on_load_unexpected", None) or []
         ours = [rf"(^|\.)layers\.{text.num_hidden_layers}\."]
@@ -115,9 +110,14 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
     """Load transformers' `MtpModel` of one layer from a checkpoint: the target's, or that of a head of speculators."""
     content, _ = head_config(path, **where)
     files = weight_files(path, f"{path} holds no weights (model.safetensors); give the target's checkpoint.", **where)
-    shapes = weight_shapes(files, path)  # all headers, before anything is read
-    view = _WithModules(target, str(files[0].parent), shapes, is_speculators(content))
-    remedy = "many checkpoints are published without theirs, so give one that has it, of this target"
+    tensors = headers(files, path)  # before anything is read
+    view = _WithModules(target, str(files[0].parent), tensors, is_speculators(content))
+    remedy = "many checkpoints are published without theirs, so give one that has it in floating point, of this target"
+    steps = [getattr(one, "operations", None) for one in getattr(view, "_weight_conversions", None) or ()]
     with refused(f"The multi-token prediction module in {path}", remedy):
+        for name, one in tensors.items():
+            own = re.search(rf"(^|\.)(mtp\w*|layers\.{layer_count(target)})\.", name)
+            if own and one.dtype.startswith(("F8", "I8", "U8")) and "Dequantize" not in str(steps):
+                raise ValueError(f"{name} is saved as {one.dtype}, and would be read without its scales")
         module = MtpModel.from_pretrained(view, device_map={"": device_of(lm_head_of(target))})
     return module.eval().requires_grad_(False)

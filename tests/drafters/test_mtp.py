@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import shutil
 from functools import partial
 from pathlib import Path
@@ -164,6 +165,24 @@ def test_of_a_target_that_was_saved(tmp_path: Path) -> None:
     target.save_pretrained(tmp_path / "saved")
     drafter = MtpDrafter.from_target(target, beam=2, draft_length=4)
     assert_identical(target, drafter, batch(1, "eager"), **GREEDY, into=EXACT)
+
+
+def test_in_fp8(folders: Any, tmp_path: Path) -> None:
+    """Read with its scales beside a target that was unpacked; beside others it would be noise."""
+    plain, folder, own = folders("glm4_moe", torch.float32)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    weights = load_file(folder / "model.safetensors")
+    name = f"model.layers.{plain.config.num_hidden_layers}.self_attn.q_proj.weight"
+    scale = (weights[name].abs().max() / 448).view(1, 1)
+    weights |= {name: (weights[name] / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    refused(lambda: MtpDrafter.from_pretrained(str(tmp_path), target=plain), ValueError, "saved as F8_E4M3")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [*weights[name].shape]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    module = MtpDrafter.from_target(type(plain).from_pretrained(tmp_path, dtype=torch.float32)).module
+    read = module.layers[0].mtp_block.self_attn.q_proj.weight
+    assert torch.allclose(read, own["layers.0.mtp_block.self_attn.q_proj.weight"], atol=16 * float(scale))
 
 
 def test_of_the_revision_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

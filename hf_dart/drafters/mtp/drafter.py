@@ -88,8 +88,7 @@ class MtpDrafter(StockDrafter):
                 "This target was not loaded from files, where its multi-token prediction module would lie; load it "
                 "with from_pretrained."
             )
-        revision = cached_commit(path)
-        return cls.from_pretrained(path, target=target, **({"revision": revision} if revision else {}) | options)
+        return cls.from_pretrained(path, target=target, **{"revision": cached_commit(path)} | options)
 
     @classmethod
     def _load(cls, path: str, target: PreTrainedModel | None, tokenizer: Any, dtype: Any, **where: Any) -> Self:
