@@ -23,7 +23,7 @@ from hf_dart.drafters.layers import rotate, rotation_at
 from hf_dart.drafters.registry import registered
 from hf_dart.hub.checkpoint import read_tensors, refused, weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, head_config, optional_file, refuse_fields, tensor_names, weight_files
-from hf_dart.hub.kinds import kind_of
+from hf_dart.hub.kinds import Names
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import TargetModules, device_of, has_rows, host_by_default, rows_of, where_it_runs
 from hf_dart.models.features import lent_modules, lm_head_of, table_of, vocabulary_size
@@ -314,10 +314,10 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
             with refused(f"The config.json in {path}", "give files of one save_pretrained"):
                 config = cls.config_class.from_dict(content) if config is None else config
             drafter = cls._of_files(path, config, **where)
-        elif cls.reads(content, partial(tensor_names, path, **where)):
+        elif cls.reads(content, names := partial(tensor_names, path, **where)):
             drafter = cls._of_published(path, content, target, tokenizer, **where)
         else:
-            cls._refuse(path, content)
+            cls._refuse(path, content, names)
         drafter.name_or_path = path
         dtype = drafter.dtype if dtype == "auto" else dtype
         if target is None:
@@ -328,7 +328,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
     def _of_files(cls, path: str, config: Any, **where: Any) -> Self:
         """Return a drafter of this config with the weights in `path`, bound to no target."""
         if optional_file(path, ADAPTER_CONFIG, **where) is not None:
-            raise ValueError(f"{path} holds an adapter ({ADAPTER_CONFIG}); give the folder of a {cls.described_as}.")
+            raise ValueError(f"{path} holds an adapter ({ADAPTER_CONFIG}); give the folder of the {cls.described_as}.")
         missing = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
         files = weight_files(path, missing, **where)
         with refused(f"The config.json in {path}", "give files of one save_pretrained"), torch.device("meta"):
@@ -351,18 +351,17 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         raise NotImplementedError
 
     @classmethod
-    def _refuse(cls, path: str, content: dict[str, Any]) -> NoReturn:
+    def _refuse(cls, path: str, content: dict[str, Any], names: Names) -> NoReturn:
         """Raise the `ValueError` for files that are not those of such a drafter."""
-        registered()  # so that all kinds are known
-        kind = kind_of(content.get("model_type"))
-        if kind is not None:
-            train = "" if kind.trained_as is None else f", or train it on with --drafter {kind.trained_as}"
-            raise ValueError(
-                f"{path} holds {kind.called}, and no {cls.described_as}: load it with {kind.drafter.__name__}{train}."
-            )
+        for kind in registered().values():
+            if found := kind.recognises(content, names):
+                train = "" if kind.trained_as is None else f", or train it on with --drafter {kind.trained_as}"
+                raise ValueError(
+                    f"{path} holds {found}, and no {cls.described_as}: load it with {kind.drafter.__name__}{train}."
+                )
         said = ", ".join(f"{name} {content[name]!r:.80}" for name in ("model_type", "architectures") if name in content)
         raise ValueError(
-            f"{path} holds no config.json of a {cls.described_as}{f' ({said})' if said else ''}; give what "
+            f"{path} holds no config.json of {cls.described_as}s{f' ({said})' if said else ''}; give what "
             "save_pretrained wrote, or a published drafter in a format that docs/drafters.md lists."
         )
 

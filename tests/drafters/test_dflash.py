@@ -159,7 +159,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["DFlash2DraftModel"], "dflash_config__conv_group_size": 7}, "conv_group_size"
     ),
     "an adapter between widths": ({"dflash_config__target_hidden_size": 64}, "target_hidden_size"),
-    "no architecture": ({"architectures": None}, "no config.json of a DFlash drafter"),
+    "no architecture": ({"architectures": None}, "no config.json of DFlash drafters"),
     "another backbone": ({"model_type": "llama"}, 'model_type: "llama"'),
     "Domino without its sizes": ({"dflash_config__projector_type": "domino"}, "gru_hidden_dim"),
     "another projector": ({"dflash_config__projector_type": "linear"}, "projector_type"),

@@ -11,12 +11,12 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.checkpoints import save
-from support.eagle3 import original_config, original_tensors
+from support.eagle3 import eagle3_config, original_config, original_tensors
 from support.guests import dflash_config, dflash_tensors
 from support.sentences import refused
 from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
-from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
+from hf_dart import DartHead, DFlashDrafter, EagleDrafter, NgramTable, TreeConfig
 from hf_dart.bench.baselines import methods
 from hf_dart.bench.pair import Pair
 from hf_dart.decoding.api import requested
@@ -62,6 +62,21 @@ def original(target: Any, folder: Path) -> None:
 def published(target: Any, folder: Path) -> None:
     config = dflash_config(target)
     save(folder, config, dflash_tensors(config), dtype=torch.half)
+
+
+OTHERS: dict[str, tuple[Any, type, str]] = {
+    "DFlash": (dflash_config, EagleDrafter, "a DFlash drafter .*, and no EAGLE head: load it with DFlashDrafter."),
+    "eagle": (eagle3_config, DartHead, "EAGLE-3 head .*, and no DART head: load it with EagleDrafter, or train it on"),
+    "target": (lambda target: target.config.to_dict(), DartHead, "a language model, and no DART .* LanguageModelDr"),
+    "another": (lambda target: {"model_type": "t5"}, EagleDrafter, "no config.json of EAGLE heads .model_type 't5'"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_kind_is_named(target: Any, tmp_path: Path, name: str) -> None:
+    make, asked, says = OTHERS[name]
+    save(tmp_path, make(target), {})
+    refused(lambda: asked.from_pretrained(str(tmp_path), target=target), ValueError, says)
 
 
 @pytest.mark.parametrize("form", [plain, adapter, copied, original, published])

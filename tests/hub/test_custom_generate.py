@@ -42,7 +42,7 @@ def test_by_folder(positional: bool) -> None:
     assert head.last_stats.accepted > 0
     seeded(model, *ids, **inputs, **remote, tree_config=TreeConfig(nodes=1, lookup=0))
     assert head.last_stats.drafted == 0
-    with pytest.raises(ValueError, match=r"hub holds no config\.json of a DART head"):
+    with pytest.raises(ValueError, match=r"hub holds no config\.json of DART heads"):
         seeded(model, *ids, **inputs, **{**remote, "assistant": None})
 
 

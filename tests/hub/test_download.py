@@ -95,7 +95,7 @@ def test_what_else_is_not_there(alice: Hub, head: DartHead, target: Any) -> None
     assert not any("discussions" in asked or "commits" in asked for asked in alice.requests)
 
     api.delete_file("config.json", "alice/head")
-    with pytest.raises(ValueError, match=r"alice/head holds no config.json of a DART head"):
+    with pytest.raises(ValueError, match=r"alice/head holds no config.json of DART heads"):
         DartHead.from_pretrained("alice/head", target=target)
     stored.gated = True
     with pytest.raises(OSError, match="'alice/head' is gated; ask for access"):
