@@ -73,11 +73,11 @@ class MtpDrafter(StockDrafter):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **options: Any) -> Self:
-        """Return the module of the checkpoint that `target` was loaded from, at the same commit.
+        """Return the module of the checkpoint that `target` was loaded from.
 
         Args:
             target: the causal LM.
-            options: as for the class; ngram, revision, token.
+            options: as for the class; ngram, token, and the target's `revision` if several of its commits are cached.
 
         Raises:
             ValueError: that checkpoint has none, or it cannot be read.
