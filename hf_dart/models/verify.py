@@ -120,7 +120,7 @@ class Verifier:
 
     def _runs_plainly(self) -> bool:
         """Return True if roots attend to what stock's attention would by itself, with `_plain_masks`."""
-        if not self._skips_masks:
+        if not self._skips_masks or self.cache.entries.fixed:  # whose empty slots only a mask hides
             return False
         if any(kind.window is not None and self.cache.longest >= kind.window for kind in self.kinds):
             return False

@@ -118,13 +118,15 @@ def test_seats_are_filled_by_any_rows(family: str) -> None:
 
 
 @pytest.mark.filterwarnings("default:This call runs uncompiled")
-@pytest.mark.parametrize("sampled", [False, True])
-def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the middle of a text: that very round is verified by the eager forward, and later calls do not try again."""
+@pytest.mark.parametrize(("size", "nodes", "how"), [(4, 8, GREEDY), (4, 8, SAMPLED), (1, 1, GREEDY)])
+def test_a_forward_that_fails(size: int, nodes: int, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a text: that very round is verified by the eager forward, and later calls do not try again.
+
+    It reads nothing of what the call before left.
+    """
     target, head, made = compiled_pair("llama", first_tier=64)
-    options = {**(SAMPLED if sampled else GREEDY), "no_repeat_ngram_size": 3}
-    launches = []
-    launch = CapturedForward.__call__
+    options = {**how, "no_repeat_ngram_size": 3, "tree_config": TreeConfig(nodes=nodes)}
+    inputs, launches, launch = batch(size, "sdpa"), [], CapturedForward.__call__
 
     def fails(self: Any, *args: Any) -> Any:
         launches.append(1)
@@ -132,12 +134,13 @@ def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) ->
             raise torch.OutOfMemoryError("no room left")
         return launch(self, *args)
 
+    assert_identical(target, head, inputs, **options)
     monkeypatch.setattr(CapturedForward, "__call__", fails)
     with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
-        assert_identical(target, head, batch(4, "sdpa"), **options)
+        assert_identical(target, head, inputs, **options)
     assert len(launches) == 5
     assert made.tiers == [None]
-    assert_identical(target, head, batch(4, "sdpa"), **options)
+    assert_identical(target, head, inputs, **options)
 
 
 def test_forwards_by_all_rows() -> None:
