@@ -264,7 +264,8 @@ class Session:
         """Record the outcome of a round: statistics, whether drafts pay, and what the call collects."""
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
-        self.stats.count(accepted.counts, budget.limits, tree.size, budget.drafted)
+        nodes = [len(row) - row.count(-1) for row in tree.parents.tolist()]
+        self.stats.count(accepted.counts, budget.limits, nodes, budget.drafted)
         emitted = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
         self.pace.count(budget.drafted, emitted, budget.limits, tree.size, tree.max_depth, self.stats.processor_seconds)
         if self.stats.trace is not None:

@@ -75,7 +75,7 @@ class DraftStats:
         paused_rounds: those that were not drafted, copied text alone being worth more, or drafts not asked for.
         row_rounds: `rounds`, counted once for every row that was still running.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
-        drafted: tree nodes that were verified, roots excluded.
+        drafted: tree nodes that were verified, roots and empty ones excluded.
         accepted_per_depth: how often the node at depth 1, 2, ... was accepted.
         committed: tokens that each row committed, round by round; all but the last of a round were drafted.
         seconds: wall time per phase; "noise" is the drawing of the random numbers that tokens are sampled with. On an
@@ -129,21 +129,21 @@ class DraftStats:
             for (spent, clock), outside in zip(times, before, strict=True):
                 spent[name] += clock() - sum(spent.values()) - outside
 
-    def count(self, emitted: list[int], limits: list[int], nodes: int, drafted: bool = True) -> None:
+    def count(self, emitted: list[int], limits: list[int], nodes: list[int], drafted: bool = True) -> None:
         """Add one round to the counts: the tokens of each row, of which all but the last were drafted.
 
-        Rows with a limit of 0 took no part; `nodes` is the size of the tree, its root included.
+        Rows with a limit of 0 took no part; `nodes` are those of each row's tree that were drafted.
         """
         self.rounds += 1
-        self.plain_rounds += nodes == 1
+        self.plain_rounds += not any(nodes)
         self.paused_rounds += not drafted
         self.committed.append(emitted)
-        for tokens, limit in zip(emitted, limits, strict=True):
+        for tokens, limit, count in zip(emitted, limits, nodes, strict=True):
             if limit == 0:
                 continue
             self.row_rounds += 1
             self.tokens += tokens
-            self.drafted += nodes - 1
+            self.drafted += count
             self._accept([1] * (tokens - 1))
 
     def merge(self, other: DraftStats) -> None:

@@ -125,8 +125,8 @@ def test_a_note_is_text_and_a_notebook_gets_a_frame(output: Any, hostile_tokeniz
 def test_rounds_without_a_draft_are_those_that_were_not_drafted() -> None:
     """A drafted round may verify the root alone, and copies are verified without a draft."""
     stats = DraftStats()
-    for nodes, drafted in ((1, True), (4, False), (8, True), (1, False), (4, False)):
-        stats.count([1], [8], nodes, drafted)
+    for nodes, drafted in ((0, True), (3, False), (7, True), (0, False), (3, False)):
+        stats.count([1], [8], [nodes], drafted)
     assert stats.plain_rounds == 2
     assert "5, 3 of them without a draft" in stats._repr_html_()
 

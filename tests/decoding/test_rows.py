@@ -107,14 +107,16 @@ ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
     ids=["of one length", "padded, in chunks", "EAGLE"],
 )
 def test_as_much_is_accepted_as_alone(make: Callable[..., Any], lengths: list[int], options: dict[str, Any]) -> None:
-    """Round by round, by rows that accept differently much and end at different times."""
+    """Round by round, by rows that accept differently much and end at different times; of as many drafted tokens."""
     target = tiny_target("llama")
     drafter, inputs = make(target), prompts(lengths, seed=1)
     options = {"do_sample": False, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=24, lookup=0), **options}
     assert_identical(target, drafter, inputs, **options)
-    together = drafter.last_stats.committed
+    together, drafted = drafter.last_stats.committed, drafter.last_stats.drafted
     assert drafter.last_stats.tau > 1.3
     for row, length in enumerate(lengths):
         target.generate(inputs["input_ids"][row : row + 1, -length:], assistant=drafter, **options)
         alone = [count for (count,) in drafter.last_stats.committed]
         assert [counts[row] for counts in together if counts[row]] == alone
+        drafted -= drafter.last_stats.drafted
+    assert drafted == 0

@@ -247,7 +247,8 @@ def test_drafts_are_those_of_calls_alone(kind: str) -> None:
             found.append(call(target, drafter, waiting.pop(0)))
             seats.take(found[-1])
         assert all(failure is None for _, failure in seats.round())
-    assert [session.stats.committed for session in found] == [one.committed for one in alone]
+    for part in ("committed", "drafted", "plain_rounds"):
+        assert [getattr(one.stats, part) for one in found] == [getattr(one, part) for one in alone]
     if kind in ("head", "selector", "eagle"):
         assert sum(one.tokens for one in alone) > 1.3 * sum(one.rounds for one in alone)
 
