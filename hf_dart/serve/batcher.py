@@ -105,6 +105,7 @@ class Batcher:
         self._waiting: deque[_Call] = deque()
         self._running: list[_Call] = []
         self._reading: _Call | None = None
+        self._read = 0  # tokens of prompts that were read since the last round, where none is being read now
         self._changed = Condition()  # around all that submit, close and the thread share
         self._thread: Thread | None = None
         self._closed = False
@@ -236,10 +237,8 @@ class Batcher:
     def _work_under(self, autocast: torch.dtype | None) -> None:
         """Run rounds of requests that were submitted under one autocast, until none runs."""
         while True:
-            read = 0
-            while read < PIECE and (call := self._next(autocast)) is not None:
+            while self._read < PIECE and (call := self._next(autocast)) is not None:
                 self._begin(call)
-                read += call.request.total % PIECE  # rounds have been run after whole pieces
             self._round()
             if not self._running:
                 return
@@ -268,11 +267,13 @@ class Batcher:
             self._prefixes.keep(request, reader, shared)
             with others.phase("prefill"):
                 self._round()
+            self._read -= reader.read
             if call.handle.cancelled():
                 raise CancelledError
 
         try:
             request, shared = self._prefixes.begin(call.request)
+            self._read -= request.cached
             request = in_pieces(request, PIECE, pause, shared)
             session = open_request(request, torch.Generator(request.input_ids.device).manual_seed(call.handle.seed))
             session.stats.add_times(others, -1.0)
@@ -287,10 +288,11 @@ class Batcher:
             self._end(call, failure)
         finally:
             self._reading = None
+            self._read += call.request.total
 
     def _round(self) -> None:
         """Run a round of all requests that have a seat, and let those go that are done."""
-        ended: dict[int, BaseException | None] = {}
+        self._read, ended = 0, dict[int, BaseException | None]()
         try:
             for call in self._running:
                 if call.handle.cancelled() and call.session is not None:

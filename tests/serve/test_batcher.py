@@ -381,6 +381,29 @@ def test_a_forward_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(later.result(), target.generate(**prompts([5]), **GREEDY))
 
 
+@pytest.mark.parametrize(
+    ("length", "known", "options", "running"),
+    [(8, 0, {}, [2, 3, 4]), (16, 0, {"prefill_chunk_size": 16}, [2, 3, 4]), (45, 2, {}, [4, 4, 4])],
+    ids=["of a piece", "read whole", "after a beginning"],
+)
+def test_rounds_between_prompts(
+    length: int, known: int, options: dict[str, Any], running: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that run wait for as many tokens as a piece has, whatever prompts these are of."""
+    monkeypatch.setattr(batcher_module, "PIECE", 8)
+    target, held = tiny_target("llama"), list[int]()
+    batcher, given = Scheduled(target), {**prompts([length]), **GREEDY, **options}
+    for _ in range(known):
+        batcher.submit(**given).result(timeout=60)
+    first = batcher.rounds
+    batcher.schedule[first + 2].append(lambda: [batcher.submit(**given) for _ in range(3)])
+    for number in (3, 4, 5):
+        batcher.schedule[first + number].append(lambda: held.append(len(batcher._running)))
+    batcher.submit(**prompts([3]), **GREEDY).result(timeout=60)
+    batcher.close()
+    assert held == running
+
+
 def test_requests_that_are_cancelled_make_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has a seat, and one whose prompt is being read."""
     monkeypatch.setattr(batcher_module, "PIECE", 4)
