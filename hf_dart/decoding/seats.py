@@ -167,10 +167,10 @@ class Seats:
 
     def _run(self) -> None:
         """Verify the trees of all calls in one forward, and let each take its own tokens."""
-        seats, timed = self.taken, DraftStats()
-        if len(seats) == 1:
+        if len(seats := self.taken) == 1:
             one_round(seats[0].session)
             return
+        timed, late = DraftStats(), DraftStats()
         grown = self._trees(timed)
         size = max(tree.size for tree, _ in grown)
         trees = [tree.padded(size) for tree, _ in grown]
@@ -197,8 +197,10 @@ class Seats:
             else:
                 counts[place] = seat.counts
                 path[place, : seat.path.shape[1]] = seat.path[0]
-        with timed.phase("commit"):
+        with timed.phase("commit"), late.phase("commit"):
             self._verify.cache.commit(path, counts)
+        for seat in seats:
+            seat.session.stats.add_times(late, 1 / len(seats))
         self._stats.add_times(timed)
         if not any(seat.failure for seat in seats):
             told = [seat.tokens for seat in seats], [seat.limit for seat in seats]

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 
 from hf_dart import DartHead, LanguageModelDrafter, LookupDrafter, TreeConfig
 from hf_dart.cache.slot_cache import SlotStore
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import stats, walk
 from hf_dart.decoding.api import close_call, generate, open_request, requested
 from hf_dart.decoding.pace import Pace
@@ -176,9 +177,9 @@ def test_noise_is_no_cost_of_a_draft(drafter: Any, calls: int, noted: Any) -> No
 
 @pytest.mark.parametrize("calls", [1, 2])
 def test_drafts_take_the_time_of_a_selector(target: Any, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that moves on in an observer, too, and in nothing else; trees grow around it."""
+    """By a clock that moves on in a commit and an observer, too, and in nothing else; trees grow around it."""
     head, clock, seats = tiny_head(target, selector_rank=4), [0.0], Seats(calls)
-    own, learns = head.transitions, Observer()
+    own, commit, learns = head.transitions, TargetCache.commit, Observer()
     monkeypatch.setattr(learns, "verified", lambda _, logits: clock.append(clock.pop() + bool(logits)))
     head.observers = (lambda _: learns,)
 
@@ -186,7 +187,12 @@ def test_drafts_take_the_time_of_a_selector(target: Any, calls: int, monkeypatch
         clock[0] += 1
         return own(*given)
 
+    def committed(*given: Any) -> None:
+        clock[0] += 1
+        commit(*given)
+
     monkeypatch.setattr(head, "transitions", scored)
+    monkeypatch.setattr(TargetCache, "commit", committed)
     monkeypatch.setattr(stats, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(stats, "processor_time", lambda: 2 * clock[0])
     options: dict[str, Any] = {"assistant": head, "tree_config": TreeConfig(nodes=8), "max_new_tokens": 20}
@@ -197,8 +203,8 @@ def test_drafts_take_the_time_of_a_selector(target: Any, calls: int, monkeypatch
         assert not seats.round()
     for session in sessions:
         nothing = dict.fromkeys(stats.PHASES, 0.0)
-        assert session.stats.seconds == nothing | {"draft": 3 / calls}
-        assert session.stats.processor_seconds == nothing | {"draft": 6 / calls}
+        assert session.stats.seconds == nothing | {"draft": 3 / calls, "commit": 3 / calls}
+        assert session.stats.processor_seconds == nothing | {"draft": 6 / calls, "commit": 6 / calls}
     assert seats._stats.seconds["walk"] == 0
 
 
