@@ -81,13 +81,14 @@ class Prefixes:
 
     def _serves(self, request: Request) -> bool:
         """Return True if a prompt may begin with a cache of ours, and leave one."""
-        layers = request.stock_cache.layers
+        positions, own = request.model_kwargs.get("position_ids"), torch.arange(request.total)
         return (
             self._most > 0
             and reads_in_pieces(request)
             and not request.users_cache  # which is to be filled itself
             and not any(request.pads)
-            and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+            and (positions is None or bool((positions[..., -len(own) :].cpu() == own).all()))
+            and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in request.stock_cache.layers)
             and not any(hasattr(part, "base_layer") for part in parts_of(request.model))  # adapters may be switched
         )
 

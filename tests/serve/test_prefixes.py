@@ -108,6 +108,18 @@ def test_a_request_with_another_drafter() -> None:
     batcher.close()
 
 
+@pytest.mark.parametrize("shifts", [(9, 9, 0), (0, 0, 9)])
+def test_requests_with_positions_of_their_own(shifts: tuple[int, ...]) -> None:
+    """Keys are turned by them: such a request neither leaves a beginning nor takes one."""
+    target = tiny_target("llama")
+    with Batcher(target) as batcher:
+        for number, (ids, shift) in enumerate(zip(with_system_prompt(3), shifts, strict=True)):
+            own = {"position_ids": torch.arange(shift, shift + ids.shape[1])[None]} if shift else {}
+            text, _, read = run(batcher, ids, number, **own)
+            assert torch.equal(text, stock(target, ids, number, **own))
+            assert read == ids.shape[1]
+
+
 def test_a_cache_that_is_passed_in() -> None:
     """It is filled, although the prompt's beginning is kept; once it is, no request that came before reads on in it."""
     target = tiny_target("llama")
