@@ -20,7 +20,7 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 SLACK = 2 * (MAX_DRAFT_LENGTH + 1)
 """Positions before a window that are kept: a call that breaks off drops the last tokens of a row."""
 SPARE = 256
-"""Positions that a windowed store has room for beyond its window: so seldom are its entries moved to the front."""
+"""Positions that a store has room for beyond those it needs: so seldom are entries of a window moved to the front."""
 
 Zeros = Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]
 
@@ -101,12 +101,13 @@ class SlotStore:
         self.reserve(longest + entries)
         self.shown = max(unseen_by(lengths, self.window, 0), self.first)
 
-    def resize(self, rows: int) -> None:
-        """Hold so many rows: the first ones, and others after them, in the memory of rows that were dropped before."""
-        storage, held = self._all_rows, self.storage.shape[1]
-        if rows > storage.shape[1]:
-            storage = storage.new_zeros(self.shape_for(rows, self.capacity))
-            storage[:, :held] = self.storage
+    def resize(self, rows: int, longest: int) -> None:
+        """Hold so many rows, of up to `longest` entries: the first ones, and others in the memory of dropped ones."""
+        storage = self._all_rows
+        if rows > storage.shape[1]:  # longer ones may have been dropped
+            capacity = min(self.capacity, 2 * (longest - self.first) + SPARE)
+            storage = storage.new_zeros(self.shape_for(rows, capacity))
+            storage[:, : self.storage.shape[1]] = self.storage[..., :capacity, :]
         self._keep(storage, rows)
 
     def release(self) -> None:
@@ -469,7 +470,7 @@ class SlotCache:
         self.set_lengths(torch.cat([held, held.new_ones(rows - len(held))]))
         self.dropped = torch.cat([self.dropped[:rows], held.new_zeros(rows - len(held))])
         for store in self.stores:
-            store.resize(rows)
+            store.resize(rows, self.longest)
 
     def release(self) -> None:
         """Free all entries, which another cache holds until it hands them back (`take_rows`)."""

@@ -63,7 +63,7 @@ def test_a_call_that_does_not_fit(target: Any, head: DartHead, where: str, monke
     sessions = [opened(target, assistant=head, **request[0], **GREEDY) for _ in range(3)]
 
     def grow(store: SlotStore, *given: Any) -> None:
-        if given[-1] in (3, [(2, 0)]):
+        if given[0] == 3 or given[-1] == [(2, 0)]:
             raise RuntimeError("out of memory")
         own(store, *given)
 
@@ -104,6 +104,22 @@ def test_generators_and_caches_that_are_handed_back(family: str, first: bool) ->
     while seats.taken:
         seats.round()
     assert torch.equal(close_call(beside), stocks(target, other, 0)), "a call that goes takes nothing of another one"
+
+
+def test_room_of_a_long_call_that_has_left(target: Any, head: DartHead) -> None:
+    """Those that come later take what they need, and not as much each as the longest text that ever came."""
+    lengths, seats = [(900, 4), (5, 300), (5, 40), (350, 40), (7, 40)], Seats(4)
+    requests = [(prompts([length]), {"do_sample": False, "max_new_tokens": most}) for length, most in lengths]
+    sessions = [opened(target, assistant=head, **inputs, **options) for inputs, options in requests]
+    for number, session in enumerate(sessions):
+        while number > 1 and sessions[0] in [seat.session for seat in seats.taken]:
+            seats.round()
+        seats.take(session)
+    assert max(own.store.capacity for own in (seats._verify.cache.entries, seats._state)) < 600
+    while seats.taken:
+        assert all(failure is None for _, failure in seats.round())
+    for session, request in zip(sessions, requests, strict=True):
+        assert torch.equal(close_call(session), stocks(target, request, 0))
 
 
 def test_calls_that_no_seat_takes(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
