@@ -17,6 +17,7 @@ from hf_dart.decoding.api import requested
 from hf_dart.decoding.suffix_store import SuffixStore
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import as_user_error, sentence
+from hf_dart.models.positions import position_limit
 from hf_dart.models.tokenizers import end_tokens
 from hf_dart.serve.batcher import MAX_TOKENS, PREFIX_TOKENS, Batcher
 from hf_dart.serve.metrics import Metrics
@@ -179,6 +180,5 @@ class Service:
 
 
 def length_of(model: Any, most: int) -> int:
-    """Return how many tokens a model was made for, or `most` if these are fewer, or its config does not say."""
-    named = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(named or most, most)
+    """Return how many tokens seats take of a model: those it was made for, or `most` if these are fewer."""
+    return min(position_limit(model) + 1, most)

@@ -331,6 +331,9 @@ def test_the_length_of_a_model() -> None:
     assert length_of(tiny_target("llama", max_position_embeddings=77), 200) == 77
     assert length_of(tiny_target("llama", max_position_embeddings=77), 50) == 50
     assert length_of(tiny_target("mamba2"), 200) == 200  # which has no positions
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30}
+    rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0, 3, 4, 5]}
+    assert length_of(tiny_target("llama", rope_parameters=rope), 200) == 30  # no request may go beyond in a seat
 
 
 def test_chat_that_no_template_takes(address: str) -> None:
