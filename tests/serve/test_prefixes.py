@@ -93,6 +93,8 @@ def test_a_bound_and_other_prompts() -> None:
         text, _, read = run(batcher, ids, 3)
         assert torch.equal(text, stock(target, ids, 3))
         assert read == ids.shape[1] - spared
+    (kept,) = batcher._prefixes._kept
+    assert kept.features.untyped_storage().nbytes() == kept.features.nbytes, "of one position, not of its whole piece"
     none = Batcher(target, tiny_head(target), prefix_tokens=0)
     assert [run(none, ids, 3)[2] for ids in first] == [ids.shape[1] for ids in first]
 
