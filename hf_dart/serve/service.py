@@ -128,16 +128,15 @@ class Service:
         except ImportError as error:
             message = f"{name} needs xgrammar on the server: pip install xgrammar there, or leave it out."
             raise Refusal(message, name) from error
-        if self._grammars is None:
-            info = xgrammar.TokenizerInfo.from_huggingface(
-                self.tokenizer, vocab_size=self._vocabulary, stop_token_ids=sorted(self.ends)
-            )
-            self._grammars = xgrammar.GrammarCompiler(info, cache_limit_bytes=_COMPILED)
         try:
+            if self._grammars is None:
+                about: dict[str, Any] = {"vocab_size": self._vocabulary, "stop_token_ids": sorted(self.ends)}
+                info = xgrammar.TokenizerInfo.from_huggingface(self.tokenizer, **about)
+                self._grammars = xgrammar.GrammarCompiler(info, cache_limit_bytes=_COMPILED)
             if asked.forced:
                 return self._grammars.compile_structural_tag(grammar_of(asked, xgrammar))
             return self._grammars.compile_json_schema(asked.schema_of_text, any_whitespace=False)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             why = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", sentence(error))  # where it lies in xgrammar's source
             raise Refusal(f"The schema of {name} cannot be met: {why}", name) from error
 

@@ -213,12 +213,17 @@ def test_refusals(client: Any, given: dict[str, Any], words: str) -> None:
         client.chat.completions.create(**{"model": "code", "messages": MESSAGES, **given})
 
 
-def test_a_schema_that_cannot_be_met(client: Any) -> None:
+def test_a_schema_that_cannot_be_met(service: Service, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By no text, or by none of a model without end tokens."""
     pytest.importorskip("xgrammar")
     schema = {"type": "object", "properties": {"path": {"type": "nothing"}}}
     broken = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(openai.BadRequestError, match="The schema of tool_choice cannot be met"):
         client.chat.completions.create(model="code", messages=MESSAGES, tools=broken, tool_choice="required")
+    monkeypatch.setattr(service, "_grammars", None)
+    monkeypatch.setattr(service, "ends", frozenset())
+    with pytest.raises(openai.BadRequestError, match="The schema of response_format cannot be met: stop_token_ids"):
+        client.chat.completions.create(model="code", messages=MESSAGES, response_format={"type": "json_object"})
 
 
 def test_response_format(client: Any) -> None:
