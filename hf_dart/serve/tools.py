@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from functools import partial
 from typing import Any, NamedTuple
 
 from hf_dart.serve.parameters import Asked
@@ -61,7 +62,8 @@ class Reader:
             raise Refusal(f'{message}; give tool_choice "required", "none" or a function.', "tool_choice")
         fields = {name: field for name, field in template["fields"].items() if name in ("content", "tool_calls")}
         # What the prompt ends with is no part of the text, and no template begins a call there.
-        self._parser = ResponseParser({**template, "fields": fields}, "", tools=asked.functions)
+        self._begin = partial(ResponseParser, {**template, "fields": fields}, "", tools=asked.functions)
+        self._parser = self._begin()
         self._items = response_events_to_chunks
 
     @property
@@ -73,7 +75,7 @@ class Reader:
         """Return what is certain now that this was written, too: text, and calls; one that cannot be read is text."""
         if self._parser is None:
             return text, ()
-        shown, calls, rest = "", list[Call](), iter(text)
+        shown, calls = "", list[Call]()
 
         def take(events: list[dict[str, Any]]) -> None:
             nonlocal shown
@@ -84,16 +86,13 @@ class Reader:
                     calls.append(Call(self.calls, secrets.token_hex(5)[1:], item.name, item.arguments))
                     self.calls, self._held = self.calls + 1, ""
 
-        try:
-            for character in rest:
-                if self.full:
-                    return shown, (*calls,)
-                self._held += character
-                take(self._parser.feed(character))
-            if last:
-                take(self._parser.finalize()[1])
-                if self._forced:  # the beginning of a call's first word, which no other field of `_FORM` takes
-                    shown += self._held
-        except (KeyError, TypeError, ValueError):
-            self._parser, shown = None, shown + self._held + "".join(rest)
-        return shown, (*calls,)
+        for part in [*text, ""] if last else text:  # character by character, and the end
+            if self.full:
+                break
+            self._held += part
+            try:
+                take(self._parser.feed(part) if part else self._parser.finalize()[1])
+            except (KeyError, TypeError, ValueError):  # of one call: those after it are read
+                self._parser, shown, self._held = self._begin(), shown + self._held, ""
+        # The beginning of a call's first word, which no other field of `_FORM` takes.
+        return shown + (self._held if last and self._forced else ""), (*calls,)
