@@ -11,6 +11,7 @@ from hf_dart.serve.parameters import Asked
 from hf_dart.serve.refusal import Refusal
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
+_READ = "content", "tool_calls"
 _CALL = {"type": "function", "function": "{content}"}
 _FORM: dict[str, Any] = {
     "start_anchor": _BEGIN,
@@ -60,7 +61,8 @@ class Reader:
         if template is None:
             message = "The tokenizer has no response_template, which says what a call looks like"
             raise Refusal(f'{message}; give tool_choice "required", "none" or a function.', "tool_choice")
-        fields = {name: field for name, field in template["fields"].items() if name in ("content", "tool_calls")}
+        # Others are thoughts, where no call is one; a closing word alone tells at once where they end.
+        fields = {key: one for key, one in template["fields"].items() if key in _READ or type(one.get("close")) is str}
         # What the prompt ends with is no part of the text, and no template begins a call there.
         self._begin = partial(ResponseParser, {**template, "fields": fields}, "", tools=asked.functions)
         self._parser = self._begin()
@@ -76,22 +78,20 @@ class Reader:
         if self._parser is None:
             return text, ()
         shown, calls = "", list[Call]()
-
-        def take(events: list[dict[str, Any]]) -> None:
-            nonlocal shown
-            for item in self._items(events):
-                if isinstance(item, str):
-                    shown, self._held = shown + item, self._held.removeprefix(item)
-                else:  # ids of nine letters, as some chat templates ask for
-                    calls.append(Call(self.calls, secrets.token_hex(5)[1:], item.name, item.arguments))
-                    self.calls, self._held = self.calls + 1, ""
-
         for part in [*text, ""] if last else text:  # character by character, and the end
             if self.full:
                 break
             self._held += part
             try:
-                take(self._parser.feed(part) if part else self._parser.finalize()[1])
+                events = self._parser.feed(part) if part else self._parser.finalize()[1]
+                if any(event["field"] not in _READ for event in events):  # shown as it stands
+                    events, shown, self._held = [], shown + self._held, ""
+                for item in self._items(events):
+                    if isinstance(item, str):
+                        shown, self._held = shown + item, self._held.removeprefix(item)
+                    else:  # ids of nine letters, as some chat templates ask for
+                        calls.append(Call(self.calls, secrets.token_hex(5)[1:], item.name, item.arguments))
+                        self.calls, self._held = self.calls + 1, ""
             except (KeyError, TypeError, ValueError):  # of one call: those after it are read
                 self._parser, shown, self._held = self._begin(), shown + self._held, ""
         # The beginning of a call's first word, which no other field of `_FORM` takes.

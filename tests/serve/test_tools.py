@@ -323,6 +323,8 @@ def test_text_that_only_looks_like_a_call(service: Service, size: int) -> None:
         ('Well.<tool_call>{"name": "f"', 'Well.<tool_call>{"name": "f"', 0),
         ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", 0),
         (f"<tool_call></tool_call> I\n{call} x{call}", "<tool_call></tool_call> I x", 2),
+        (f"a\n<think>{call} <<</think>{call}", f"a\n<think>{call} <<</think>", 1),
+        (f"<think>{call}</thin", f"<think>{call}</thin", 0),
     ):
         reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), tokenizer, service.model)
         found = [reader.add(text[start : start + size]) for start in range(0, len(text), size)]
