@@ -135,9 +135,7 @@ def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
 
 def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[str]:
     """Return the text that each token adds to that `before` it; a character of several comes with the last of them."""
-    reader = Detokenizer(tokenizer, special=True)
-    for token in before:
-        reader.add(token)
+    reader = Detokenizer(tokenizer, (), True, before)
     found = [reader.add(token) for token in tokens]
     found[-1] += reader.end()
     return found

@@ -9,15 +9,15 @@ from typing import Any
 class Detokenizer:
     """Text of tokens that come one by one: what `add` and `end` return, joined, is the text of all of them.
 
-    Only the last tokens are decoded again, with those before them that decide on spaces between the two. The first of
-    `stops` that appears ends the text, and is no part of it. `special` tokens are text, too, if asked for.
+    Only the last tokens are decoded again, with those before them (`before` the text) that decide on spaces in between.
+    The first of `stops` that appears ends the text, and is no part of it. `special` tokens are text, too, if asked for.
     """
 
-    def __init__(self, tokenizer: Any, stops: Sequence[str] = (), special: bool = False) -> None:
+    def __init__(self, tokenizer: Any, stops: Sequence[str], special: bool = False, before: Sequence[int] = ()) -> None:
         self._tokenizer, self._stops, self._special = tokenizer, stops, special
-        self._ids: list[int] = []
-        self._before = 0  # of these, tokens whose text is passed on
-        self._passed = 0  # characters of their text that are passed on
+        tails = (before[-size:] for size in range(1, 5))  # the last character may have as many
+        self._ids = [*next((tail for tail in tails if "\ufffd" not in tokenizer.decode(tail)), ())]
+        self._before, self._passed = len(self._ids), len(self._decode())  # tokens and characters that are passed on
         self._held = ""  # may be the beginning of a stop string
         self.stopped = False  # True once one of `stops` has appeared
 

@@ -20,7 +20,7 @@ from hf_dart.decoding.session import Observer
 from hf_dart.drafters.base import Verified
 from hf_dart.errors import sentence
 from hf_dart.serve.detokenizer import Detokenizer
-from hf_dart.serve.parameters import Asked
+from hf_dart.serve.parameters import Asked, CompletionAsked
 from hf_dart.serve.refusal import Refusal
 from hf_dart.serve.service import Service
 from hf_dart.serve.tools import Call, Reader
@@ -64,7 +64,8 @@ class _Text(Observer):
             processors.append(LogitsProcessor(grammar))
         options = {**options, "logits_processor": processors}
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
-        self._detokenizer = Detokenizer(service.tokenizer, asked.stop, special=bool(asked.functions))
+        before = ids if isinstance(asked, CompletionAsked) else ()
+        self._detokenizer = Detokenizer(service.tokenizer, asked.stop, bool(asked.functions), before)
         self._reader = Reader(asked, service.tokenizer, service.model)
         self.tokens, self.end, self._most = 0, "", options["max_new_tokens"]
         given = torch.tensor([ids], device=service.batcher.device)

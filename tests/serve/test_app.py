@@ -21,6 +21,7 @@ from support.sentences import refused as refused_call
 from support.serving import ask, begun, served
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from support.users import TOKENIZER, fail
+from tokenizers import decoders
 from transformers import LogitsProcessorList
 
 from hf_dart import LookupDrafter, SuffixStore, TreeConfig
@@ -175,6 +176,17 @@ def test_several_prompts(target: Any, client: Any) -> None:
         assert [text for text, _ in joined(parts, 4)] == echoed
         assert answer.usage == last.usage
         assert last.usage.prompt_tokens == 8
+
+
+def test_a_space_that_a_decoder_drops(target: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a text begins, as Llama 2's does: completions go on from the prompt's end, and answers of a chat begin."""
+    text, _ = stock(target, "uaA", do_sample=False, max_new_tokens=6)
+    dropping = decoders.Sequence([decoders.Fuse(), decoders.Strip(text[0], 1, 0)])
+    monkeypatch.setattr(TOKENIZER.backend_tokenizer, "decoder", dropping)
+    given = {"model": NAME, "max_tokens": 6, "temperature": 0}
+    assert client.completions.create(prompt="uaA", **given).choices[0].text == text
+    answer = client.chat.completions.create(messages=[{"role": "user", "content": "a"}], **given)
+    assert answer.choices[0].message.content == text[1:]
 
 
 def test_stop_strings(target: Any, service: Service, client: Any) -> None:

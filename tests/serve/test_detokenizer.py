@@ -44,6 +44,17 @@ def test_whole_characters(tokenizer: Any, text: str) -> None:
         assert sum(map(bool, pieces)) > 2  # as it comes, not at the end
 
 
+@pytest.mark.parametrize("tokenizer", [load_tokenizer(), by_bytes()], ids=["byte level", "byte fallback"])
+def test_a_text_goes_on(tokenizer: Any) -> None:
+    """From what is before it: decoders drop a space where a text begins."""
+    ids = tokenizer("a 東 b  🙂 京c 🙂", add_special_tokens=False)["input_ids"]
+    for place in range(len(ids)):
+        before = tokenizer.decode(ids[:place])
+        if not before.endswith("\ufffd"):
+            text = Detokenizer(tokenizer, (), before=ids[:place])
+            assert before + "".join(map(text.add, ids[place:])) + text.end() == tokenizer.decode(ids)
+
+
 def test_bytes_that_are_no_text() -> None:
     """Bytes come with the next character, or at the end; what has been shown before stays."""
     tokenizer = by_bytes()
