@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
     for step in (build, merge):
         step.add_argument("--min-counts", type=sizes, default=(), metavar="COUNTS", help=fewest)
 
-    info = steps.add_parser("info", help="check a table from end to end and say what is in it")
+    info = steps.add_parser("info", help="say what is in a table")
     info.add_argument("table", type=Path)
     info.add_argument("--tokenizer", help="a target's, to compare with")
     info.set_defaults(command=_info)

@@ -50,6 +50,15 @@ def refused(path: Path) -> str:
     return said[0]
 
 
+def answers(path: Path) -> None:
+    """What a table says of any tokens is a probability."""
+    contexts = np.array([[a, b] for a in range(-1, VOCABULARY + 3) for b in range(-1, VOCABULARY + 3)])
+    candidates = np.tile(np.arange(-1, VOCABULARY + 3), (len(contexts), 1))
+    shares = NgramTable.load(path).probabilities(contexts, candidates)
+    assert np.isfinite(shares).all()
+    assert 0 <= shares.min() <= shares.max() <= 1
+
+
 def test_truncated_or_other_files(tmp_path: Path, table: NgramTable) -> None:
     content = table.path.read_bytes()
     broken = tmp_path / "broken"
@@ -72,9 +81,7 @@ def test_truncated_or_other_files(tmp_path: Path, table: NgramTable) -> None:
         ("vocab_size", [str(2**31)], "fits into 63 bits"),
         ("vocab_size", ["12"], "shapes and types"),
         ("tokens", [str(2**63), "-1"], "damaged"),
-        ("tokens", ["7"], "beyond the 7 of its corpus"),
         ("min_counts", ["1", "0,1", "1,x"], "damaged"),
-        ("min_counts", ["1,9"], "below the 9 that it kept"),
     ],
 )
 def test_a_wrong_head(tmp_path: Path, table: NgramTable, name: str, values: list[str], message: str) -> None:
@@ -100,41 +107,30 @@ def test_wrong_arrays(tmp_path: Path, table: NgramTable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "value", "message"),
+    ("name", "place", "value"),
     [
-        ("keys.3", 5, 0, "order 3 are not sorted"),
-        ("keys.2", -1, 2**62, "hold tokens beyond"),
-        ("keys.2", 0, -1, "hold tokens beyond"),
-        ("keys.3", -1, (12 << 8) | (14 << 4), "hold tokens beyond"),
-        ("counts.2", 3, 0, "counts of order 2 below"),
-        ("counts.2", 3, 2**32 - 1, "counts of order 2 beyond"),
-        ("counts.1", 3, 2**62, "counts single tokens beyond"),
-        ("counts.1", 3, -2, "counts single tokens beyond"),
-        ("counts.1", 12, 0, "do not add up"),
+        ("keys.3", 5, 0),
+        ("keys.3", slice(None), -1),
+        ("keys.2", -1, 2**62),
+        ("keys.2", 0, -(2**63)),
+        ("keys.3", -1, (12 << 8) | (14 << 4)),
+        ("counts.2", 3, 0),
+        ("counts.2", 3, 2**32 - 1),
+        ("counts.1", 3, 2**62),
+        ("counts.1", slice(None), -(2**63)),
     ],
 )
-def test_wrong_content(tmp_path: Path, table: NgramTable, name: str, place: int, value: int, message: str) -> None:
+def test_wrong_content(tmp_path: Path, table: NgramTable, name: str, place: int | slice, value: int) -> None:
+    """Useless but harmless."""
     header, data = parts(table.path)
     begin, end = header[name]["data_offsets"]
     array = np.frombuffer(data[begin:end], dtype="<u4" if header[name]["dtype"] == "U32" else "<i8").copy()
     array[place] = value
-    assert message in refused(put_together(tmp_path / "broken", header, data[:begin] + array.tobytes() + data[end:]))
-    # Unchecked, it is useless but harmless.
-    loose = NgramTable.load(tmp_path / "broken", check=False)
-    contexts = np.array([[a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
-    loose.probabilities(contexts, np.tile(np.arange(VOCABULARY), (len(contexts), 1)))
+    answers(put_together(tmp_path / "broken", header, data[:begin] + array.tobytes() + data[end:]))
 
 
 @pytest.mark.parametrize("part", seeds(150, 3000))
 def test_mutated_files(tmp_path: Path, table: NgramTable, part: range) -> None:
     """Refused in one sentence, or read as a table that answers with numbers."""
     file = Path(shutil.copy(table.path, tmp_path / "mutated"))  # the table reads its own
-    contexts = np.array([[a, b] for a in range(-1, 4) for b in range(-1, 4)])
-
-    def read() -> None:
-        found = NgramTable.load(file)
-        shares = found.probabilities(contexts, np.tile(np.arange(-1, VOCABULARY), (len(contexts), 1)))
-        assert np.isfinite(shares).all()
-        assert 0 <= shares.min() <= shares.max() <= 1
-
-    assert 0 < attack(file, read, part) < 0.3 * len(part)
+    assert 0 < attack(file, lambda: answers(file), part) < len(part)

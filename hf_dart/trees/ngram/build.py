@@ -72,7 +72,7 @@ def build(
             tables.append(Path(folder) / f"chunk-{len(tables)}")
             total += _count(tokens, room, spec, tables[-1])
             progress(f"{total} tokens counted")
-        if not any(len(NgramTable.load(table, check=False).keys[0]) for table in tables):
+        if not any(len(NgramTable.load(table).keys[0]) for table in tables):
             raise ValueError("There is nothing to count: no document has two tokens; give some text.")
         return merge(tables, path, min_counts=min_counts, progress=progress)
 
@@ -96,7 +96,7 @@ def merge(
     Raises:
         ValueError: they do not belong together, or one cannot be read.
     """
-    sources = [NgramTable.load(table, check=False) for table in tables]
+    sources = [NgramTable.load(table) for table in tables]
     spec = sources[0].spec
     for source in sources:
         if source.spec != spec:
@@ -118,7 +118,7 @@ def merge(
                 writer.append(order, keys[often], counts[often])
             progress(f"{writer.lengths[order - 2]} n-grams of order {order} from {len(sources)} tables")
         writer.finish(path, sum(source.tokens for source in sources), kept)
-    return NgramTable.load(path, check=False)
+    return NgramTable.load(path)
 
 
 def _ids(documents: Iterable[Any], column: str, tokenizer: Any, eos: int | None) -> Iterator[Array]:
