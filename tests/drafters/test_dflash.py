@@ -19,7 +19,6 @@ from support.hub import hub as hub
 from support.relatives import PATHS, VARIANTS, pair_score, path_score, relative, relative_config, relative_tensors
 from support.sentences import not_read, refused
 from support.tiny import prompts, tiny_target
-from support.users import letters
 
 from hf_dart import DFlashDrafter, TreeConfig, load_drafter
 from hf_dart.trees.vocabulary import spread
@@ -223,16 +222,6 @@ def test_a_drafter_of_another_target(target: Any, tmp_path: Path, words: str) ->
     not_read(lambda: other.generate(**prompts([5]), **GREEDY, custom_generate=drafter.generate), words)
     drafter.tree_config = TreeConfig(nodes=8)
     assert_identical(target, drafter, prompts([7]), **GREEDY)
-
-
-def test_a_mask_token_in_use(target: Any, tmp_path: Path) -> None:
-    path = dflash_checkpoint(tmp_path, target, dflash_config__mask_token_id=7)
-    not_read(lambda: load(path, target, tokenizer=letters("abcdefgh")), "'h'")
-    assert load(path, target, tokenizer=letters("abcdefg")).shape.mask_token_id == 7
-    added = letters("abcdefg")
-    added.add_special_tokens({"mask_token": "<|MASK|>"})
-    assert added.convert_tokens_to_ids("<|MASK|>") == 7
-    assert load(path, target, tokenizer=added).shape.mask_token_id == 7
 
 
 def test_from_the_hub(target: Any, tmp_path: Path, hub: Hub) -> None:

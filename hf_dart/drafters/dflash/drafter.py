@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -37,7 +36,6 @@ from hf_dart.interop.decoder_layers import scaled_rotation
 from hf_dart.interop.dflash import dflash_format, read_dflash
 from hf_dart.interop.weights import read_weights, renamed, vocabulary_maps
 from hf_dart.models.features import layer_count
-from hf_dart.models.tokenizers import tokenizer_beside
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 from hf_dart.trees.vocabulary import spread
 
@@ -183,7 +181,6 @@ class DFlashDrafter(TrainedDrafter):
                 f"This DFlash drafter reads the last of {layers} layers of its target before the final norm, which "
                 "transformers hands on after it alone; give a drafter that reads earlier layers."
             )
-        _check_mask_token(self.shape.mask_token_id, tokenizer_beside(target) if tokenizer is None else tokenizer)
 
     @property
     def feature_layers(self) -> list[int]:
@@ -290,16 +287,3 @@ class DFlashDrafter(TrainedDrafter):
             return selector(hidden, in_front, columns)
 
         return pair_scores(proposal, roots, candidates, scores, added)
-
-
-def _check_mask_token(token: int, tokenizer: Any) -> None:
-    """Texts may hold what a tokenizer learned, but not what was added to it, or rows of the table without a token."""
-    if tokenizer is None:
-        return
-    added = tokenizer.get_added_tokens_decoder() if isinstance(tokenizer, Tokenizer) else tokenizer.added_tokens_decoder
-    name = next((name for name, known in tokenizer.get_vocab().items() if known == token), None)
-    if name is not None and token not in added:
-        raise ValueError(
-            f"This DFlash drafter masks with token {token}, which this target's tokenizer uses for {name!r}; it was "
-            "made for another tokenizer, use the drafter that was published for this target."
-        )
