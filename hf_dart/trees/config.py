@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from inspect import Signature, signature
 from math import inf
-from types import MethodType
-from typing import Any, ClassVar, Self
+from typing import Any
 
 import numpy as np
 
@@ -87,12 +85,6 @@ class TreeConfig:
     refine: int = 0
     shared_noise: bool = True
 
-    __signature__: ClassVar[Signature]
-
-    def __new__(cls, *values: Any, **named: Any) -> Self:
-        refuse_unknown(named, [one.name for one in fields(cls)], "TreeConfig has no field")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         check_types(self, TreeConfig, "TreeConfig.")
         for name, (least, most) in _RANGES.items():
@@ -155,10 +147,6 @@ class TreeConfig:
         else:
             verify = np.ones(len(sizes))
         return RoundCost(once * (1 + self.refine) if drafted else 0.0, verify, self.level_cost or 0.0)
-
-
-# That of `__new__`, which help and notebooks would show, names no fields.
-TreeConfig.__signature__ = signature(MethodType(TreeConfig.__init__, object()))
 
 
 def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:

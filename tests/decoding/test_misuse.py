@@ -43,7 +43,6 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda model, head, run: model.generate(**GREEDY, assistant=LookupDrafter(cast(Any, {"nodes": 8}))),
         "tree_config= takes a TreeConfig, not",
     ),
-    "no field of trees": (lambda *_: cast(Any, TreeConfig)(nods=8), "no field 'nods'; did you mean 'nodes'?"),
     "a tree without a drafter": (
         called(tree_config=TreeConfig(nodes=8)),
         "tree_config= shapes drafts, and this call has no drafter; give assistant=drafter",

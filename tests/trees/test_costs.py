@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
-from inspect import signature
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +68,6 @@ def test_what_is_no_tree(fields: dict[str, Any], message: str) -> None:
 def test_configs_come_back_from_json() -> None:
     for tree in (TreeConfig(), TreeConfig(verify_costs=POINTS)):
         assert len({tree, TreeConfig(**json.loads(json.dumps(asdict(tree))))}) == 1
-
-
-def test_help_names_the_fields() -> None:
-    assert [*signature(TreeConfig).parameters] == [one.name for one in fields(TreeConfig)]
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
