@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
-from os import PathLike
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def attach(
     if isinstance(vars(target).get("generate"), AttachedGenerate):
         forget(target)
     if drafter is not None:
-        _refuse_other(drafter, target)
+        _refuse_other(drafter)
         drafter.check_target(target)
     if learner is not None:
         if drafter is None:
@@ -229,7 +228,7 @@ def _run_drafted(
 ) -> Any:
     """Run `generate` with `assistant` (of `kwargs`) as drafter, or `run` with all that it has prepared."""
     drafting: dict[str, Any] = {name: kwargs.get(name) for name in _KEYWORDS}
-    _refuse_other(drafting["assistant"], model)
+    _refuse_other(drafting["assistant"])
     stock = type(model).generate
     kwargs = _by_name(stock, args, _for_stock(kwargs))
     # Stock does not pass these to a callable. It gives the prompt to a streamer before a call can be refused, so the
@@ -287,19 +286,11 @@ def _show_prompt(streamer: Any, input_ids: Tensor) -> None:
             streamer.put(input_ids.cpu())
 
 
-def _refuse_other(drafter: Any, target: Any) -> None:
-    if isinstance(drafter, (str, PathLike)):
-        path = str(drafter)
-        raise TypeError(f"assistant= takes a drafter, not a path; give load_drafter({path!r}, target=model).")
-    if isinstance(drafter, type):
-        name = drafter.__name__
-        raise TypeError(f"assistant= takes a drafter, not the class {name}; load one with {name}.from_pretrained.")
-    if drafter is target:
-        raise TypeError("assistant= is the target itself, which cannot be its own draft; give a smaller drafter.")
+def _refuse_other(drafter: Any) -> None:
     if not isinstance(drafter, Drafter):
         raise TypeError(
-            f"assistant= takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}; wrap a small language "
-            "model in LanguageModelDrafter(small, model), or pass it as assistant_model=."
+            f"assistant= takes a loaded drafter, not {type(drafter).__name__}; give load_drafter(path, target=model), "
+            "or LanguageModelDrafter(small, model) for a small language model."
         )
 
 

@@ -53,21 +53,15 @@ MISTAKES: dict[str, tuple[Call, str]] = {
     ),
     "a path as the drafter": (
         lambda model, head, run: model.generate(**GREEDY, assistant=run),
-        r"assistant= takes a drafter, not a path; give load_drafter\('.*', target=model\)",
+        r"assistant= takes a loaded drafter, not str; give load_drafter\(path, target=model\), or",
     ),
-    "a number as the drafter": (called(assistant=3), "assistant="),
-    "a module as the drafter": (called(assistant=torch.nn.Linear(2, 2)), "assistant="),
-    "a class as the drafter": (called(assistant=DartHead), "not the class DartHead; load one with DartHead.from_pre"),
+    "a class as the drafter": (called(assistant=DartHead), "takes a loaded drafter"),
     "a wrapped target": (
         lambda model, head, run: attach(torch.nn.DataParallel(model), head),
         "DataParallel is no model of transformers; give the one inside it",
     ),
-    "a small model as the drafter": (called(assistant=tiny_target("qwen3")), "assistant_model="),
+    "a small model as the drafter": (called(assistant=tiny_target("qwen3")), "not Qwen3ForCausalLM; .* small language"),
     "a path as the default drafter": (lambda model, _, run: attach(model, cast(Any, Path(run))), "give load_drafter"),
-    "the target as its own drafter": (
-        lambda model, head, run: model.generate(**GREEDY, assistant=model),
-        "is the target itself, .*; give a smaller drafter",
-    ),
     "the target as its own draft model": (
         lambda model, head, run: LanguageModelDrafter(model, model),
         "target cannot be its own draft, .*; give a smaller model",
