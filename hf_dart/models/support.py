@@ -106,11 +106,6 @@ def refuse_cache(cache: Any) -> Cache:
             "leave cache_implementation out or pass a plain DynamicCache or StaticCache."
         )
     for layer in cache.layers:
-        if "Indexed" in type(layer).__name__:
-            raise ValueError(
-                "This model has an indexer that chooses the entries a token attends to, and keeps keys of its own for "
-                "that in the cache, which cannot hold a token tree; call generate without assistant=."
-            )
         if type(layer) not in _LAYERS:
             raise ValueError(
                 f"This model's cache has a {type(layer).__name__}, which cannot hold a token tree yet; call "

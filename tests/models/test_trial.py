@@ -79,7 +79,8 @@ def test_forgotten_windows_show_in_low_precision_and_chunks_are_none(monkeypatch
 
 
 NAMED = {
-    "recurrent_gemma": "keeps running states in its modules", "deepseek_v32": "an indexer", "axk2": "an indexer",
+    "recurrent_gemma": "keeps running states in its modules", "deepseek_v32": "has a DynamicIndexedLayer",
+    "axk2": "has a DynamicIndexedLayer",
     "minimax_m3_sparse": "has a MiniMaxM3VLSparseCacheLayer", "deepseek_v4": "has a DeepseekV4HCACache",
     "bloom": "cannot run a token tree", "falcon_alibi": "cannot run a token tree",
     "inkling": "computes something else for a token tree|cannot hold a token tree yet",  # from 5.18 on; in 5.17
