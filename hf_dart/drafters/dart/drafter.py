@@ -303,8 +303,7 @@ class DartHead(TrainedDrafter):
         return self.editor is not None
 
     def refine(self, state: SlotCache, first: Proposal, tokens: Tensor) -> Proposal:
-        if self.editor is None:
-            return super().refine(state, first, tokens)
+        assert self.editor is not None
         # The slots of the first pass, whose keys and values are overwritten.
         hidden = first.hidden[:, 1:]
         again = self._run(state, self.edit_inputs(tokens[:, :-1], hidden), torch.zeros_like(state.lengths))
