@@ -183,9 +183,7 @@ class SlotStore:
             buffer[row, :, start - self.first : end - self.first] = states[row, :, kept - (end - start) :]
 
     def read(self, index: int, starts: Tensor, count: int) -> Tensor:
-        """Read `count` entries of each row from positions `starts` [B] on: [B, heads, count, head_dim]."""
-        if int(starts.min()) < self.first:
-            raise RuntimeError("The window has left those positions.")
+        """Read `count` kept entries of each row, from positions `starts` [B] on: [B, heads, count, head_dim]."""
         buffer = self.buffer(index)
         slots = (starts - self.first)[:, None] + torch.arange(count)
         where = slots.to(buffer.device)[:, None, :, None]
