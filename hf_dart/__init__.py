@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hf_dart.serve.batcher import Batcher
     from hf_dart.serve.many import generate_many, iterate_many
     from hf_dart.trees.config import TreeConfig
-    from hf_dart.trees.ngram import NgramTable
+    from hf_dart.trees.ngram.table import NgramTable
 
 __version__ = "0.2.0"
 
@@ -52,7 +52,7 @@ _HOMES = {
     "Learner": "learning.learner",
     "LookupDrafter": "drafters.lookup",
     "MtpDrafter": "drafters.mtp.drafter",
-    "NgramTable": "trees.ngram",
+    "NgramTable": "trees.ngram.table",
     "SuffixStore": "decoding.suffix_store",
     "attach": "decoding.api",
     "compile": "engine.engine",

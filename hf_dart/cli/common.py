@@ -110,7 +110,7 @@ def load(arguments: argparse.Namespace) -> Pair:
         raise UserError("This target's tokenizer has no chat template; leave --chat out.")
     pair = load_pair(target, arguments.head, arguments.dtype, **options)
     if arguments.ngram is not None:
-        from hf_dart.trees.ngram import NgramTable
+        from hf_dart.trees.ngram.table import NgramTable
 
         with as_user_error():
             pair.head.ngram = NgramTable.load(arguments.ngram)

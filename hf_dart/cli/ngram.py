@@ -13,7 +13,7 @@ from hf_dart.errors import UserError, as_user_error, read_text
 from hf_dart.hub.loading import load_tokenizer
 
 if TYPE_CHECKING:
-    from hf_dart.trees.ngram import NgramTable
+    from hf_dart.trees.ngram.table import NgramTable
 
 
 def add(commands: Any) -> None:
@@ -78,7 +78,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _info(arguments: argparse.Namespace) -> int:
     from hf_dart.models.tokenizers import vocabulary_hash
-    from hf_dart.trees.ngram import NgramTable
+    from hf_dart.trees.ngram.table import NgramTable
 
     with as_user_error(ValueError):
         table = NgramTable.load(arguments.table)

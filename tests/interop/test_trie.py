@@ -15,9 +15,9 @@ from support.sentences import refused
 from support.tries import file_of, node, reduced, searched, trie_file
 from support.users import letters
 
+from hf_dart import NgramTable
 from hf_dart.interop import trie as reader
 from hf_dart.interop.trie import read_trie
-from hf_dart.trees.ngram import NgramTable
 from hf_dart.trees.ngram import build as ngram_build
 from hf_dart.trees.ngram.build import build
 

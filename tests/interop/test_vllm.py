@@ -25,10 +25,9 @@ from support.users import letters
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_dart import DartHead
+from hf_dart import DartHead, NgramTable
 from hf_dart.cli import main
 from hf_dart.interop.vllm import write_vllm
-from hf_dart.trees.ngram import NgramTable
 
 
 @pytest.fixture(scope="module")
