@@ -3,9 +3,6 @@
 Verifying copied text needs no draft. A draft is made where the tokens that it is expected to add, by what was accepted
 per depth so far, are worth its cost; otherwise the round verifies copies alone. Drafts that do not pay pause, and are
 tried less and less often.
-
-Costs are those of `TreeConfig`. On a CPU those that it leaves open are running means of measured times, per number of
-nodes that a round ran. What the rounds of a call have shown is kept for the next call of its kind (`PaceRecord`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Several processes that hold a target together, as with tensor parallelism.
-
-Each of them runs the whole loop and the whole drafter, and waits for the others in every forward of the target: all
-have to verify the same trees, so that drafts may depend on what all of them know alike, and on no clock.
-"""
+"""Several processes that hold a target together (`docs/exactness.md`): all have to verify the same trees."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
 """Quantised modules of a target: how coarsely they round, and whether tokens of one call share their scales.
 
-Quantised weights are weights like any other. What runs on the way is another matter: bitsandbytes multiplies in 16 bits
-whatever the dtype, LLM.int8 and dynamic schemes round activations to 8 bits. Logits then carry roundings of that size,
-and stock's own text may part at near-ties of that size between batches. Activations that are scaled by the largest
-number of a whole call are refused: the tokens of a call decide how the others are rounded.
+Activations that are scaled by the largest number of a whole call are refused: the tokens of a call decide how the
+others are rounded. `docs/exactness.md` says what other roundings change.
 """
 
 from __future__ import annotations
