@@ -101,7 +101,7 @@ class Bench:
         if self._device.type == "cuda":  # where transformers compiles a forward over a cache, bound to its addresses
             static = StaticCache(config=self._target.config, max_cache_len=words.prompt_tokens + words.new_tokens)
             found.append(Method(STATIC, None, {CACHE: static}))
-        engine = hf_dart.compile(self._target, self._head, progress=say, backend=words.backend, mode=words.mode)
+        engine = hf_dart.compile(self._target, self._head, progress=say, backend=words.backend)
         for nodes in words.nodes:
             options = {"assistant": self._head, "tree_config": hf_dart.TreeConfig(nodes=nodes, lookup=0)}
             found += [Method(CALLED, nodes, options), Method(COMPILED, nodes, options, engine)]
@@ -211,14 +211,14 @@ def as_table(report: dict[str, Any]) -> str:
         ]
         for one in results
     ]
-    compiled = f"backend {settings['backend']}" + (f", mode {settings['mode']}" if settings["mode"] else "")
     lines = [
         f"{settings['shape']}, random weights, {settings['dtype']}, {report['hardware']}; "
         + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
         + f"; batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, "
-        f"{'sampled' if settings['sample'] else 'greedy'}, {compiled}; medians of up to {settings['repeats']} "
-        f"interleaved repeats, after the prefill; memory {report['memory_bytes_per_second'] / 1e9:.0f} GB/s, a forward "
-        f"reads {report['forward_bytes'] / 1e9:.3f} GB.",
+        f"{'sampled' if settings['sample'] else 'greedy'}, backend {settings['backend']}; medians of up to "
+        f"{settings['repeats']} interleaved repeats, after the prefill; "
+        f"memory {report['memory_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
+        f"{report['forward_bytes'] / 1e9:.3f} GB.",
         "",
         *markdown(_COLUMNS, rows),
     ]
@@ -237,7 +237,6 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--draft-length", type=positive, default=8)
     parser.add_argument("--sample", action="store_true", help="draw tokens at T = 1")
     parser.add_argument("--backend", type=lambda text: None if text == "none" else text, default="inductor")
-    parser.add_argument("--mode", help="of the backend inductor, such as max-autotune-no-cudagraphs")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: float32 on a CPU")
     parser.add_argument("--device", default=device)
     for name, default in {"batch": 1, "prompt-tokens": 128, "new-tokens": 128, "repeats": 3, "seconds": 540}.items():

@@ -17,8 +17,6 @@ class EngineConfig:
     Args:
         backend: of `torch.compile`; None compiles nothing, which starts at once. On a GPU each part is one CUDA graph
             either way.
-        mode: of `torch.compile`: "max-autotune-no-cudagraphs" times several kernels for each matrix product and takes
-            the fastest, which takes minutes.
         first_tier: T of the shortest tier, in tokens; each is twice as long as the one before.
 
     Raises:
@@ -26,14 +24,9 @@ class EngineConfig:
     """
 
     backend: str | None = "inductor"
-    mode: str | None = None
     first_tier: int = 512
 
     def __post_init__(self) -> None:
-        if self.mode is not None and self.backend != "inductor":
-            raise ValueError(f"mode is {self.mode!r}, which only the backend inductor has; leave one of them out.")
-        if self.mode in ("reduce-overhead", "max-autotune"):
-            raise ValueError(f"mode is {self.mode!r}, which makes graphs of its own; give max-autotune-no-cudagraphs.")
         if self.first_tier < 8 or self.first_tier % 8:
             raise ValueError(f"first_tier is {self.first_tier}; give a multiple of 8 tokens.")
 
@@ -46,7 +39,6 @@ def compiled(part: Any, config: EngineConfig) -> Callable[..., Any]:
     code, name = part.__func__.__code__.replace(), part.__name__
     own = FunctionType(code, part.__func__.__globals__, name, part.__func__.__defaults__, part.__func__.__closure__)
     whole = MethodType(own, part.__self__)
-    options: dict[str, Any] = {} if config.mode is None else torch._inductor.list_mode_options(config.mode)
     # `engine.signature` says when parts are to be compiled again; guards would look at every weight in every round.
-    options["guard_filter_fn"] = torch.compiler.skip_all_guards_unsafe
+    options: dict[str, Any] = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
     return torch.compile(whole, fullgraph=True, backend=config.backend, options=options, dynamic=False)

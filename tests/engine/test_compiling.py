@@ -82,24 +82,3 @@ def test_by_inductor() -> None:
     assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
     assert len(made.tiers) == 2
     assert not counters["graph_break"]
-
-
-def test_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mode is handed to `torch.compile` with every part, and only where it means something."""
-    given: list[Any] = []
-
-    def uncompiled(part: Any, **options: Any) -> Any:
-        given.append((options["backend"], options["options"]["max_autotune"]))
-        return part
-
-    monkeypatch.setattr(torch, "compile", uncompiled)
-    target = tiny_target("llama")
-    head = tiny_head(target)
-    made = hf_dart.compile(target, head, mode="max-autotune-no-cudagraphs", first_tier=64)
-    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-    assert made.tiers
-    assert given == parts(made) * [("inductor", True)]
-    with pytest.raises(ValueError, match="which only the backend inductor has"):
-        hf_dart.compile(target, head, backend="eager", mode="default")
-    with pytest.raises(ValueError, match="makes graphs of its own; give max-autotune-no-cudagraphs"):
-        hf_dart.compile(target, head, mode="reduce-overhead")
