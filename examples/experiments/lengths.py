@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 from statistics import mean, median
 from time import process_time
 from typing import Any
@@ -40,6 +41,7 @@ from hf_dart.cli.common import (
     text_option,
     write_json,
 )
+from hf_dart.errors import UserError, read_text
 from hf_dart.hub.loading import PACKAGED
 from hf_dart.hub.tables import STOCK, headline, markdown
 from hf_dart.models.stock_steps import CACHE
@@ -59,6 +61,15 @@ def drafters(pair: Any, head: str | None, windows: Sequence[int]) -> dict[str, A
             drafter.draft_window, drafter.tree_config = window, replace(drafter.tree_config, nodes=12)
             found[name if window is None else f"{name}, window {window}"] = drafter
     return found
+
+
+def cut(tokenizer: Any, files: list[Path], count: int, length: int) -> list[list[int]]:
+    """`count` prompts of `length` tokens, from places evenly spaced in files that are read one after the other."""
+    ids = tokenizer("".join(map(read_text, files)), add_special_tokens=False, verbose=False)["input_ids"]
+    step = len(ids) // count
+    if length > step:
+        raise UserError(f"The text has {len(ids)} tokens, too few for {count} prompts of {length}; ask for fewer.")
+    return [ids[start : start + length] for start in range(0, step * count, step)]
 
 
 class Clock:
@@ -153,9 +164,9 @@ def main(words: Sequence[str]) -> int:
     settings = speed.Settings(given.prompts, max(given.lengths), given.new_tokens, given.repeats, (1,))
     content = report.circumstances(pair, settings, text, ["python", "examples/experiments/lengths.py", *words])
     content["results"] = []
-    measured(pair, methods, suites.long_prompts(pair.tokenizer, files, 1, 32), given)  # warms up
+    measured(pair, methods, cut(pair.tokenizer, files, 1, 32), given)  # warms up
     for length in given.lengths:
-        prompts = suites.long_prompts(pair.tokenizer, files, given.prompts, length)
+        prompts = cut(pair.tokenizer, files, given.prompts, length)
         say(f"prompts of {length} tokens")
         content["results"] += measured(pair, methods, prompts, given)
         content["markdown"] = "\n".join([headline(content), "", table(content["results"])])

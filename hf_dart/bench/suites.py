@@ -183,12 +183,3 @@ def cut_prompts(tokenizer: Any, files: list[Path], count: int, length: int) -> l
             raise UserError(f"{str(path)!r} is too short for a prompt of {wanted} tokens; lower --prompt-tokens.")
         prompts.append(ids)
     return prompts
-
-
-def long_prompts(tokenizer: Any, files: list[Path], count: int, length: int) -> list[list[int]]:
-    """`count` prompts of `length` tokens, from places evenly spaced in files that are read one after the other."""
-    ids = tokenizer("".join(map(read_text, files)), add_special_tokens=False, verbose=False)["input_ids"]
-    step = len(ids) // count
-    if length > step:
-        raise UserError(f"The text has {len(ids)} tokens, too few for {count} prompts of {length}; ask for fewer.")
-    return [ids[start : start + length] for start in range(0, step * count, step)]

@@ -33,8 +33,6 @@ def add(commands: Any) -> None:
     parser.add_argument("--prompts", type=common.positive, help="prompts of each suite and category (default: 8)")
     longest = "tokens of the longest prompt; those from files have 2/3 of it or more (default: 96; suites: as they are)"
     parser.add_argument("--prompt-tokens", type=common.positive, metavar="LENGTH", help=longest)
-    several = "of prompts, one after the other, such as 1k,4k,16k: how drafts hold in long texts"
-    parser.add_argument("--lengths", type=common.sizes, metavar="LENGTHS", help=several)
     parser.add_argument("--new-tokens", type=common.positive, help="new tokens per prompt (default: 128)")
     parser.add_argument("--repeats", type=common.positive, help="repeats of the run (default: 5)")
     batches = "default: 1,4, as far as --prompts fills them"
@@ -178,11 +176,7 @@ def _prompts(
     from hf_dart.bench import speed, suites
 
     length = arguments.prompt_tokens
-    if arguments.lengths:
-        text, files = suites.texts(arguments.text)
-        for length in arguments.lengths:
-            yield f"{text}, {length} tokens", suites.long_prompts(pair.tokenizer, files, settings.prompts, length)
-    elif arguments.suite is None:
+    if arguments.suite is None:
         text, files = suites.texts(arguments.text)
         length = length or (_SMOKE_TOKENS if arguments.smoke else _PROMPT_TOKENS)
         yield text, suites.cut_prompts(pair.tokenizer, files, settings.prompts, length)

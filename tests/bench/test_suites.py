@@ -157,21 +157,6 @@ def test_the_flag_for_thinking_reaches_the_template(monkeypatch: pytest.MonkeyPa
     assert asked == [{}, {"enable_thinking": True}, {"enable_thinking": False}]
 
 
-def test_prompts_of_several_lengths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for file in files:
-        file.write_text("".join(f"x{i} = {i}\n" for i in range(300)), encoding="utf8")
-    kept = tmp_path / "bench.json"
-    words = ["bench", "--smoke", "--text", *map(str, files), "--repeats", "1", "--new-tokens", "4", "--batch", "1"]
-    assert main([*words, "--modes", "greedy", "--lengths", "40,1k", "--json", str(kept)]) == 0
-    found = json.loads(kept.read_text(encoding="utf8"))["results"]
-    assert {(one["text"], one["prompt_tokens"]) for one in found} == {
-        ("a.txt, b.txt, 40 tokens", 40), ("a.txt, b.txt, 1024 tokens", 1024)
-    }  # fmt: skip
-    assert "a.txt, b.txt, 1024 tokens" in capsys.readouterr().out
-    assert_command_says([*words, "--lengths", "40k"], "too few for 2 prompts of 40960", capsys)
-
-
 def test_an_interrupted_bench_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was measured stays, whatever row is bad; another command starts over, as one that has ended does."""
     suite = written(tmp_path / "mine.jsonl", {"prompt": "import os"}, "{", {"prompt": "class A:"})
