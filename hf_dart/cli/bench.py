@@ -197,12 +197,8 @@ def _prompts(
 
 def _of(choices: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
     """Names out of `choices` with commas between them, or "all", for argparse."""
-
-    def chosen(text: str) -> tuple[str, ...]:
-        names = choices if text == "all" else tuple(text.split(","))
-        for name in names:
-            if name not in choices:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
-        return names
-
-    return chosen
+    return common.checked(
+        lambda text: choices if text == "all" else tuple(text.split(",")),
+        lambda names: set(names) <= {*choices},
+        f"all, or some of {','.join(choices)}",
+    )
