@@ -29,8 +29,6 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     if arguments.out.exists():
         raise UserError(f"{str(arguments.out)!r} is there already; give a name that is free.")
-    if not arguments.out.resolve().parent.is_dir():
-        raise UserError(f"There is no folder {str(arguments.out.resolve().parent)!r} to write to.")
     with as_user_error():
         if arguments.to == "ngram":
             from hf_dart.interop.trie import read_trie

@@ -118,14 +118,14 @@ def test_what_is_not_converted(target: Any, saved: Path, tmp_path: Path, capsys:
     dflash, own = dflash_checkpoint(tmp_path / "dflash", target), ("--target", saved / "target", "--to")
     for source, place, form, words in (
         (saved / "head", saved / "peagle", "dart", "is there already"),
-        (saved / "head", tmp_path / "no" / "folder", "dart", "no folder"),
         (saved / "head", tmp_path / "no", "vllm", "mask_mode='peagle'"),
         (dflash, tmp_path / "no", "vllm", "DFlashDrafter"),
     ):
         assert converted(source, place, *own, form) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
-    assert converted(dflash, tmp_path / "out", *own, "dart") == 0
+    assert converted(dflash, tmp_path / "new" / "out", *own, "dart") == 0
+    assert converted(saved / "peagle", tmp_path / "also" / "new", *own, "vllm") == 0
 
 
 def test_a_head_keeps_its_dtype(tmp_path: Path) -> None:
