@@ -76,7 +76,7 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
 def _reduce_vocabulary(head: Any, size: int, rows: Any, eos: int | None) -> float:
     """Let a head draft the `size` most frequent tokens of some rows; return their share of the text that is learned."""
     some: Any = islice(rows, _COUNTED)
-    if hasattr(rows, "__getitem__"):  # else a stream: rows of all sources alike
+    if hasattr(rows, "__len__"):  # else a stream: rows of all sources alike
         some = (rows[int(i)] for i in np.random.default_rng(0).permutation(len(rows))[:_COUNTED])
     counts = token_counts(some, head.config.vocab_size)
     head.reduce_vocabulary(frequent_tokens(counts, size, always=[] if eos is None else [eos]))

@@ -137,8 +137,8 @@ def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pyt
     assert not torch.equal(after.mask_token.weight, drafter.mask_token.weight)
 
 
-def test_an_eagle_head_is_trained_to_draft_some_tokens_alone(recipe: Path) -> None:
-    change(recipe, drafter="eagle", max_steps=2)
+def test_an_eagle_head_is_trained_on_a_stream_to_draft_some_tokens_alone(recipe: Path) -> None:
+    change(recipe, drafter="eagle", max_steps=2, streaming=True)
     assert main(["train", str(recipe)]) == 0
     drafter = loaded(run_of(recipe) / "final", EagleDrafter)
     assert (len(drafter.draft_vocabulary), drafter.logits(torch.ones(1, 256)).shape) == (20, (1, 20))
