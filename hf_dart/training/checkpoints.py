@@ -34,7 +34,8 @@ class Patience(EarlyStoppingCallback):
         # A run may be resumed with more callbacks than it had, and saving needs a state of each.
         stored = (state.stateful_callbacks or {}).setdefault(type(self).__name__, self.state())
         if isinstance(stored, dict):
-            self.early_stopping_patience_counter = stored["attributes"]["early_stopping_patience_counter"]
+            counter = stored["attributes"]["early_stopping_patience_counter"]
+            self.early_stopping_patience_counter = counter if state.global_step else 0  # of a trainer's earlier run
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
             control.should_training_stop = True  # the run had stopped
 

@@ -235,6 +235,10 @@ def test_a_resumed_run_is_as_patient_as_the_run(tmp_path: Path, run: Path) -> No
     trainer = trainer_of(run / "on", early_stopping_patience=3, max_steps=3, **EVALUATED)
     trainer.train(resume_from_checkpoint=str(run / "head" / "checkpoint-2"))
     assert trainer.state.global_step == 3
+    trainer = trainer_of(tmp_path / "twice", early_stopping_patience=1, learning_rate=0.0, max_steps=4, **EVALUATED)
+    for _ in range(2):
+        trainer.train()
+        assert trainer.state.global_step == 2
 
 
 if __name__ == "__main__":
