@@ -32,7 +32,7 @@ def training_record(trainer: Any) -> dict[str, Any]:
     own = {one.name for one in fields(args)} - {one.name for one in fields(DrafterTrainingArguments)}
     evaluation = last_evaluation(logs)
     if trainer.best_from is not None:
-        step = state.best_global_step
+        step = int(state.best_model_checkpoint.rpartition("-")[2])  # the best of all may not have been saved
         at = [logged for logged in logs if logged["step"] == step]
         evaluation = last_evaluation(logs[trainer.best_from :]) or last_evaluation(at)
     record: dict[str, Any] = {

@@ -165,9 +165,10 @@ def test_evaluation_says_how_good_the_drafts_are(tmp_path: Path) -> None:
 
 
 def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    taus = iter([1.5, 2.0, 1.9, 1.8, 3.0])
+    """Of those that were saved: step 3 was not."""
+    taus = iter([1.5, 2.0, 2.1, 1.9, 1.8, 3.0])
     weights: list[dict[str, Tensor]] = []
-    trainer = trained(tmp_path, **STEPS, max_steps=5, early_stopping_patience=2)
+    trainer = trained(tmp_path, **{**STEPS, "save_steps": 2}, max_steps=6, early_stopping_patience=2)
     assert trainer.args.metric_for_best_model == "tau"
 
     def figures(counts: np.ndarray) -> dict[str, float]:
@@ -176,7 +177,7 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
 
     monkeypatch.setattr("hf_dart.training.trainers.evaluation.draft_figures", figures)
     trainer.train()
-    assert (trainer.state.global_step, trainer.state.best_metric) == (4, 2.0)
+    assert (trainer.state.global_step, trainer.state.best_metric) == (5, 2.1)
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert not changed(trainer.drafter, weights[1])
     for tau in (2.0, 3.0):
