@@ -14,8 +14,8 @@ from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.options import option
 
 _WITHOUT_USE = (
-    "batch_eval_metrics", "debug", "gradient_checkpointing", "include_for_metrics", "label_smoothing_factor",
-    "neftune_noise_alpha", "remove_unused_columns", "use_liger_kernel",
+    "activation_checkpointing", "batch_eval_metrics", "debug", "gradient_checkpointing", "include_for_metrics",
+    "label_smoothing_factor", "neftune_noise_alpha", "remove_unused_columns", "use_liger_kernel",
 )  # fmt: skip
 
 
@@ -122,7 +122,7 @@ class DrafterTrainingArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True  # otherwise bf16 would require a GPU
         for name in _WITHOUT_USE:
-            if getattr(self, name):
+            if getattr(self, name, None):  # not all releases know all of them
                 raise ValueError(f"Drafters are trained without {name}; leave it out.")
         self.early_stopping_patience = self.early_stopping_patience or None
         if self.early_stopping_patience is not None:
