@@ -83,7 +83,7 @@ def test_what_is_taken_from_other_trainers(tmp_path: Path) -> None:
     refused(partial(DartTrainer, tiny_head(target), "Qwen/Qwen3-8B", given), TypeError, "is no model of transformers")
     with pytest.raises(TypeError, match="block_states"):
         DrafterTrainer(tiny_head(target), target, given)  # type: ignore[abstract]
-    for name in ("include_for_metrics", "gradient_checkpointing", "activation_checkpointing"):
+    for name in ("include_for_metrics", "gradient_checkpointing", "activation_checkpointing", "bf16_full_eval"):
         refused(partial(DartTrainingArguments, str(tmp_path), **{name: [1]}), ValueError, f"without {name}; leave")
     with pytest.raises(TypeError, match=r"the splits train, test; give one, such as data\['train'\]"):
         trainer_on(tmp_path, {"train": ROWS, "test": ROWS})  # type: ignore[arg-type]

@@ -16,6 +16,7 @@ from hf_dart.training.options import option
 _WITHOUT_USE = (
     "activation_checkpointing", "batch_eval_metrics", "debug", "gradient_checkpointing", "include_for_metrics",
     "label_smoothing_factor", "neftune_noise_alpha", "remove_unused_columns", "use_liger_kernel",
+    "bf16_full_eval", "fp16_full_eval",  # which round the drafter for good
 )  # fmt: skip
 
 
