@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_dart.drafters.registry import trainers
 from hf_dart.errors import as_user_error, refuse_unknown
 from hf_dart.hub.download import cached_commit
-from hf_dart.hub.loading import load_target
+from hf_dart.hub.loading import head_path, load_target
 from hf_dart.training.checkpoints import newest_checkpoint, whole
 from hf_dart.training.data.frequent import frequent_tokens, token_counts
 from hf_dart.training.data.sources import load_rows
@@ -135,7 +135,7 @@ def _head(
         if selector_only:
             raise ValueError("selector_only trains the selector of a trained head; name it with head.")
         return kind.from_target(model, tokenizer=tokenizer, **config).float()
-    head: Any = kind.from_pretrained(arguments.head, target=model, tokenizer=tokenizer).float()
+    head: Any = kind.from_pretrained(head_path(arguments.head), target=model, tokenizer=tokenizer).float()
     for name, value in config.items():
         if name not in kind.config_class.changeable and value != getattr(head.config, name, None):
             raise ValueError(f"{name} {value} shapes a new head, and {arguments.head} has its shape; leave one out.")

@@ -176,7 +176,7 @@ def test_a_part_of_a_given_head_is_trained(recipe: Path, lora: bool, capsys: pyt
     final = run_of(recipe) / "final"
     adapter = {"lora_rank": 2, "save_steps": 1, "muon_learning_rate": 1e-3}
     part = adapter if lora else {"selector_only": True, "gamma": 0.8}
-    change(recipe, "draft_length", "feature_layers", "draft_vocab_size", "tree", head=str(PACKAGED_HEAD), **part)
+    change(recipe, "draft_length", "feature_layers", "draft_vocab_size", "tree", head="packaged", **part)
     given = recipe.with_suffix(".json")
     given.write_text(json.dumps(yaml.safe_load(recipe.read_text())))
     for wrong in ('{"node": 8}', '{"nodes": 0}'):
