@@ -54,7 +54,7 @@ def _build(arguments: argparse.Namespace) -> int:
     begun = perf_counter()
     with as_user_error(ValueError, KeyError, OSError):  # a full disk, among others
         table = ngram_build.build(
-            _documents(arguments, len(tokenizer)),
+            _documents(arguments, tokenizer),
             arguments.table,
             tokenizer=tokenizer,
             eos=tokenizer.eos_token_id,
@@ -100,21 +100,21 @@ def _describe(table: NgramTable) -> None:
     print(f"{table.nbytes / 1e6:.1f} MB, {table.nbytes / max(sum(sizes), 1):.2f} bytes per n-gram")
 
 
-def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
+def _documents(arguments: argparse.Namespace, tokenizer: Any) -> Iterable[Any]:
     import numpy as np
 
     if arguments.text is not None:
         return map(read_text, arguments.text)
     if arguments.tokens is not None:
-        if vocabulary > 2**16 and arguments.tokens.suffix != ".npy":
-            raise UserError(f"16 bits do not hold the ids of {vocabulary} tokens; save them as a .npy file.")
+        if len(tokenizer) > 2**16 and arguments.tokens.suffix != ".npy":
+            raise UserError(f"16 bits do not hold the ids of {len(tokenizer)} tokens; save them as a .npy file.")
         with as_user_error(Exception, about=f"Cannot read {str(arguments.tokens)!r} as token ids"):
             if arguments.tokens.suffix == ".npy":
                 return np.load(arguments.tokens, mmap_mode="r", allow_pickle=False).reshape(-1)
             return np.memmap(arguments.tokens, dtype="uint16", mode="r")
     from hf_dart.training.data.documents import open_source
 
-    source = open_source([arguments.dataset], streaming=True)
+    source = open_source([arguments.dataset], tokenizer=tokenizer, streaming=True)
     if arguments.column not in source.columns:
         name, known = arguments.dataset, ", ".join(source.columns)
         raise UserError(f"{name!r} has no column {arguments.column!r} but {known}; name one with --column.")

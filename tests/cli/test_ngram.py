@@ -78,11 +78,14 @@ def test_ids_of_16_bits_hold_no_large_vocabulary(tmp_path: Path, capsys: pytest.
     np.save(tmp_path / "ids.npy", ids)
     words = ["ngram", "build", str(tmp_path / "t"), "--tokenizer", str(tmp_path / "tokenizer"), "--tokens"]
     assert_command_says([*words, str(tmp_path / "raw")], "save them as a .npy file", capsys)
+    (tmp_path / "raw").rename(tmp_path / "raw.bin")
+    for rows in (tmp_path / "raw.bin", f"{tmp_path}/*.bin"):
+        assert_command_says([*words[:-1], "--column", "input_ids", "--dataset", str(rows)], "16-bit ids", capsys)
     assert main([*words, str(tmp_path / "ids.npy")]) == 0
     assert unpacked(NgramTable.load(tmp_path / "t")) == by_hand([[1, 2**16, 0]] * 2, 3)
 
 
-def test_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_sets_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("datasets")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"body": text}) + "\n" for text in ("import os", "import sys")))
@@ -91,6 +94,9 @@ def test_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert_command_says(words[:-2], "no column 'text' but body; name one with --column.", capsys)
     assert main(words) == 0
     assert NgramTable.load(out).tokens >= 6
+    np.array([1, 2, 0, 1, 2, 0], dtype=np.uint16).tofile(tmp_path / "ids.bin")
+    assert main(["ngram", "build", out, "--dataset", str(tmp_path / "ids.bin"), "--column", "input_ids"]) == 0
+    assert unpacked(NgramTable.load(out)) == by_hand([[1, 2, 0]] * 2, 3)
 
 
 def test_a_full_disk_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

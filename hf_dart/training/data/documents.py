@@ -57,12 +57,12 @@ def group_files(names: Iterable[str]) -> list[list[str]]:
 
 
 def open_source(
-    names: Sequence[str], *, split: str = "train", eos: int | None = None, streaming: bool = False,
+    names: Sequence[str], *, split: str = "train", tokenizer: Any = None, streaming: bool = False,
     cache_dir: str | None = None,
 ) -> Source:  # fmt: skip
     """Open several files, or one path, pattern or NAME[:CONFIG[:SPLIT]] of the Hub, as `group_files` gives them.
 
-    Each document of a .bin file ends with the token `eos`; all other options are those of `datasets.load_dataset`.
+    Each document of a .bin file ends with the tokenizer's end-of-text token; other options are `load_dataset`'s.
     """
     datasets = datasets_library()
     name = names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
@@ -82,8 +82,11 @@ def open_source(
             first = next(iter(documents), None)
     else:
         kind, what = _FORMATS[files[0].suffix]
+        if kind == "bin" and tokenizer is not None and len(tokenizer) > 2**16:
+            raise ValueError(f"{name} holds 16-bit ids, too few for {len(tokenizer)} tokens; give rows of input_ids.")
         files = [file for file in files if file.stat().st_size]
         with _reading(name, f"does not hold {what}, as its ending says", "fix it or rename it"):
+            eos = None if tokenizer is None else tokenizer.eos_token_id
             read = partial(_token_files, eos=eos) if kind == "bin" else partial(_table_files, kind=kind)
             documents = read(datasets, files, options=options) if files else []
             first = next(iter(documents), None)

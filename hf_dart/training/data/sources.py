@@ -154,10 +154,8 @@ def open_encoded(
     arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
 ) -> tuple[Any, Encoder]:
     """Return the documents of a source (`open_source`), and what makes rows of them."""
-    if len(tokenizer) > 2**16 and any(name.endswith(".bin") for name in names):
-        raise ValueError(f"{names[0]} holds 16-bit ids, too few for {len(tokenizer)} tokens; give rows of input_ids.")
     streaming, cache = arguments.streaming, arguments.cache_dir
-    source = open_source(names, split=split, eos=tokenizer.eos_token_id, streaming=streaming, cache_dir=cache)
+    source = open_source(names, split=split, tokenizer=tokenizer, streaming=streaming, cache_dir=cache)
     return encoded(arguments, source, tokenizer, draft_length)
 
 
