@@ -163,7 +163,7 @@ def test_a_target_that_mixes_documents_is_refused(tmp_path: Path, takes_position
         return given, kwargs
 
     target.register_forward_pre_hook(deaf, with_kwargs=True)
-    with pytest.raises(ValueError, match="share_rows=False"):
+    with pytest.raises(ValueError, match=r"\(packing=False, or share_rows=False\)"):
         tiny_trainer(tmp_path, head, target, ROWS).train()
     tiny_trainer(tmp_path, head, target, token_rows([[24], [20, -4]]), max_steps=1).train()
 

@@ -186,5 +186,5 @@ class Teacher:
             apart = False
         if not apart:
             name = type(self.target).__name__
-            raise ValueError(f"{name} mixes packed documents; give each a row, as PackedTokens(share_rows=False).")
+            raise ValueError(f"{name} mixes packed documents; give each a row (packing=False, or share_rows=False).")
         self._packing_checked = True
