@@ -33,7 +33,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "own_lm_head": {"loss_chunk": 0},
     "selector": {"selector_only": True, "selector_noise": 0.0},  # processes draw noise of their own
 }
-MUON = {"muon": {"muon_learning_rate": 1e-2}}
+REFUSED: dict[str, dict[str, Any]] = {"muon": {"muon_learning_rate": 1e-2}, "own_embeddings": {}}  # by FSDP
 
 
 def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -72,8 +72,8 @@ def test_a_sharded_head_trains_and_resumes_as_a_whole_one(tmp_path: Path) -> Non
             (run / "checkpoint-2").rename(run / f"whole-{len(results)}")
     for other in results[1:]:
         assert_same(results[0], other)
-    # A part beside the head is not sharded, and no part of a matrix can be trained as one.
-    for part, told in (("selector", "without fsdp"), ("muon", "whole matrices")):
+    # What runs outside of the head's forward is not gathered, and no part of a matrix can be trained as one.
+    for part, told in (("selector", "without fsdp"), ("own_embeddings", "without fsdp"), ("muon", "whole matrices")):
         ended = launch(2, "fsdp", part, str(tmp_path))
         assert ended.returncode != 0
         assert told in ended.stderr, ended.stderr[-3000:]
@@ -98,12 +98,13 @@ def main(kind: str, part: str, folder: str) -> None:
     processes = int(os.environ["WORLD_SIZE"])
     sharded = kind == "fsdp" and processes > 1
     target = tiny_target(torch.float64)
-    head = tiny_head(target, own_lm_head=part == "own_lm_head")
+    read = "own" if part == "own_embeddings" else "target"
+    head = tiny_head(target, own_lm_head=part == "own_lm_head", embeddings=read)
     if part == "selector":
         head.add_selector(8)
     options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
     options |= {"decode_prompts": 2, "decode_prompt_tokens": 6, "anchors_per_row": 24, "fsdp": sharded}
-    options |= {"per_device_train_batch_size": 4 // processes, **(PARTS | MUON)[part]}
+    options |= {"per_device_train_batch_size": 4 // processes, **(PARTS | REFUSED)[part]}
     options |= {} if kind == "fsdp" else {"optim": "sgd", "max_grad_norm": 0.0}
     rows, trainer_kind = token_rows(ROWS), Sharded if sharded else DartTrainer
     trainer = tiny_trainer(Path(folder), head, target, rows, rows, trainer_kind, **options)

@@ -129,6 +129,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
         super().__init__(model=drafter, args=args, compute_metrics=self._figures, **kwargs)
         if args.muon_learning_rate is not None and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise ValueError("Muon needs whole matrices, which FSDP and DeepSpeed split; leave muon_learning_rate out.")
+        if self.is_fsdp_enabled and drafter.embed_tokens is not None:  # they are read before FSDP gathers them
+            raise ValueError("FSDP splits the drafter's own embeddings, which are read whole; train it without fsdp.")
         self.args: Any = args
         self.drafter: AnyDrafter = drafter
         self.target, self.teacher = target, Teacher(target, drafter)
