@@ -164,7 +164,10 @@ def check_folder(folder: Path) -> None:
 
 
 def write_json(file: Path | None, content: dict[str, Any]) -> None:
-    """Write a report, if a file was named."""
+    """Write a report, if a file was named; a full disk leaves the old one, except behind a link."""
     if file is not None:
         with writing(file):
-            file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
+            apart = file.is_file() and not file.is_symlink() and os.access(file.parent, os.W_OK)  # not /dev/stdout
+            new = file.with_name(f"{file.name}.new") if apart else file
+            new.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
+            new.replace(file)

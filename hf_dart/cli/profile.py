@@ -51,7 +51,5 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.save:
         content["tree"] = {**content.get("tree", {}), **found.tree}
         content["tree"].pop("nodes", None)
-        new = config.with_name(f"{config.name}.new")  # so that a full disk leaves the old one
-        common.write_json(new, content)
-        new.replace(config)
+        common.write_json(config.resolve(), content)
     return 0

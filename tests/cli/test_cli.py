@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from support.eagle3 import eagle3_config
 from support.relatives import relative_config
 from support.sentences import assert_command_says, refused
 from support.tiny import tiny_target
+from support.tiny_training import largest_file
 from transformers import LlamaConfig, Qwen3NextConfig, T5Config
 
 from hf_dart.bench.exact import Difference, Run, differences
@@ -148,6 +150,22 @@ def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(tmp_path: Pat
     refused(lambda: write_json(tmp_path, {"tau": 3.0}), UserError, r"Cannot write .* a directory.*; make room there")
     check_file(tmp_path / "new.json")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A link and a device are written to, and stay what they are."""
+    file, link = tmp_path / "report.json", tmp_path / "link.json"
+    for tau in (3.0, 4.0):
+        write_json(file, {"tau": tau})
+        with largest_file(30):
+            refused(lambda: write_json(file, {"tau": [5.0] * 9}), UserError, "File too large.*; make room there")
+        assert json.loads(file.read_text()) == {"tau": tau}
+    link.symlink_to(file)
+    write_json(link, {"tau": 5.0})
+    assert (link.is_symlink(), json.loads(file.read_text())) == (True, {"tau": 5.0})
+    reads, writes = os.pipe()
+    write_json(Path(f"/dev/fd/{writes}"), {"tau": 3.0})
+    assert json.loads(os.read(reads, 99)) == {"tau": 3.0}
 
 
 @pytest.mark.parametrize(
