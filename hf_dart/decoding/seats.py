@@ -246,7 +246,8 @@ class Seats:
             return torch.cat([session.score(depth, logits[row : row + 1]) for row, session in enumerate(sessions)])
 
         width = max(one.next_tokens.shape[1] for one in seen)
-        features, tokens, counts = (torch.cat(part) for part in zip(*(one.padded(width) for one in seen), strict=True))
+        parts = zip(*(one.padded(width) for one in seen), strict=True)  # some may lie on the host
+        features, tokens, counts = (torch.cat([one.to(part[0].device) for one in part]) for part in parts)
         draft = sessions[0].propose_with(self._state, features, tokens, counts, depth, score)
         return [] if draft is None else [draft.row(row) for row in range(len(seen))]
 
@@ -265,7 +266,8 @@ class Seats:
             return grower(None, None, deepest, weights=weights, copies=copies)
         drafted = Proposal.joint([proposal.within(sessions[0].vocab_size) for proposal in proposals])
         noise = [session.noise_ahead(0, grower.depth, drafted.vocabulary) for session in sessions]
-        gumbel = None if noise[0] is None else torch.cat([one for one in noise if one is not None])
+        known = [one.to(drafted.logits.device) for one in noise if one is not None]
+        gumbel = torch.cat(known) if known else None
         refine = partial(sessions[0].refine, proposals[0])
         return grower(drafted, gumbel, deepest, refine, weights, None, copies, drafting)
 

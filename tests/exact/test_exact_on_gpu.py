@@ -20,6 +20,8 @@ from hf_dart import TreeConfig
 from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import load_pair
 from hf_dart.bench.speed import Settings
+from hf_dart.decoding.api import close_call, open_request, requested
+from hf_dart.decoding.seats import Seats
 from hf_dart.errors import UserError
 from hf_dart.models.attention import masked_attention
 
@@ -56,6 +58,24 @@ def test_prompts_on_the_host() -> None:
     head = tiny_head(target)
     for mode in ("greedy", "T=1"):
         compare(target, head, [9, 3, 7, 13], f"prompts on the host, {mode}", "cpu", **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", ["greedy", "T=1"])
+def test_prompts_on_the_host_and_on_the_gpu(mode: str) -> None:
+    """Side by side in seats; each draws where its own lies."""
+    target: Any = tiny_target("llama", dtype=torch.float32).to("cuda")
+    head, seats, texts = tiny_head(target), Seats(2), {}
+    for length, place in ((7, "cpu"), (9, "cuda")):
+        options = {name: ids.to(place) for name, ids in prompts([length]).items()} | MODES[mode]
+        options |= {"max_new_tokens": TOKENS}
+        session = open_request(requested(target, assistant=head, **options), torch.Generator(place).manual_seed(3))
+        seats.take(session)
+        torch.manual_seed(3)
+        texts[session] = target.generate(**options)
+    while seats.taken:
+        for session, failure in seats.round():
+            assert failure is None
+            assert torch.equal(close_call(session), texts[session])
 
 
 @pytest.mark.parametrize("kind", ["head", "draft vocabulary", "eagle", "diffusion"])
