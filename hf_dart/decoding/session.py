@@ -304,7 +304,7 @@ def joined(chunks: list[Verified]) -> Verified:
     """One chunk of all, each row's real entries in front, as wide as the longest row."""
     if len(chunks) == 1:
         return chunks[0]
-    features = torch.cat([chunk.features for chunk in chunks], dim=1)
+    features = torch.cat([chunk.features.to(chunks[-1].features.device) for chunk in chunks], dim=1)
     tokens = torch.cat([chunk.next_tokens for chunk in chunks], dim=1)
     real = torch.cat([torch.arange(chunk.next_tokens.shape[1]) < chunk.counts[:, None] for chunk in chunks], dim=1)
     counts = real.sum(1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support.cases import MODES
 from support.compare import assert_identical_up_to_near_ties, tally
 from support.simulated_gpu import needs_a_driver
@@ -76,6 +77,16 @@ def test_prompts_on_the_host_and_on_the_gpu(mode: str) -> None:
         for session, failure in seats.round():
             assert failure is None
             assert torch.equal(close_call(session), texts[session])
+
+
+def test_outputs_that_come_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an offloaded target those of the prompt do, as the prompt lies there, and those of rounds do not."""
+    target: Any = tiny_target("llama", dtype=torch.float32).to("cuda")
+    add_hook_to_module(target, AlignDevicesHook("cuda:0", io_same_device=True))
+    head = tiny_head(target, tree={"nodes": None, "lookup": 0, "draft_cost": 3.0})
+    monkeypatch.setattr(type(target), "device", torch.device("meta"))
+    for _ in range(90 // TOKENS):  # the last begins in a pause, and drafts then
+        compare(target, head, [9], "offloaded", "cpu", **MODES["greedy"])
 
 
 @pytest.mark.parametrize("kind", ["head", "draft vocabulary", "eagle", "diffusion"])
