@@ -361,8 +361,8 @@ def refuse_extra_inputs(
         verify.extra_inputs = handed
         cache.prepare(1)
         roots = cache.lengths - 1  # at the end of the text, where the position table cannot end yet
-        root = DraftTree.chain(torch.zeros(batch, 1, dtype=torch.long, device=target.device))
-        logits.append(verify.run(root, roots.to(target.device))[0])
+        root = DraftTree.chain(torch.zeros(batch, 1, dtype=torch.long))
+        logits.append(verify.run(root, roots)[0])
         cache.commit(torch.zeros(batch, 1, dtype=torch.long), [0] * batch)
     if not torch.equal(*logits):
         raise ValueError(

@@ -25,7 +25,7 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.lookup import LookupDrafter
-from hf_dart.models.devices import autocast_dtype
+from hf_dart.models.devices import autocast_dtype, device_of
 from hf_dart.models.positions import positions_of_table
 from hf_dart.models.trial import check_verification
 from hf_dart.serve.handle import Handle
@@ -113,7 +113,7 @@ class Batcher:
     @property
     def device(self) -> torch.device:
         """Device of the target's prompts."""
-        return self._model.device
+        return device_of(self._model.get_input_embeddings())
 
     @property
     def waiting(self) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import cpu_offload
 from support.cases import GREEDY, SAMPLED, replay
 from support.compare import Run, assert_identical, run, same, tally
 from support.engines import engine
@@ -243,6 +244,8 @@ def test_what_stock_hands_on_with_every_token_is_no_matter_or_refused() -> None:
     target.sizes = torch.tensor([[8, 8]] * 2)
     assert_identical(target, head, inputs, into=SEEN, **GREEDY)
     assert_identical(target, head, inputs, into=SEEN, **SAMPLED)
+    cpu_offload(target)
+    assert_identical(target, head, inputs, into=SEEN, **GREEDY)
     target.looks = True
     for mode in (GREEDY, SAMPLED):
         refused(lambda mode=mode: target.generate(**inputs, **mode, assistant=head), ValueError, "Sees.*image_sizes")

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dart import DartCandidateGenerator, LookupDrafter, attach
+from hf_dart import Batcher, DartCandidateGenerator, LookupDrafter, attach
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 12}
 DRAFTERS: dict[str, Callable[[Any], Any]] = {
@@ -35,6 +35,11 @@ def test_an_offloaded_target(kind: str, tmp_path: Path) -> None:
     drafter = dflash_drafter(tmp_path, target) if kind == "dflash" else DRAFTERS[kind](target)
     assert not any(weight.is_meta for weight in drafter.parameters())
     assert_identical(target, drafter, prompts([9, 4]), **SAMPLED)
+    (prompt,) = prompts([9])["input_ids"].tolist()
+    with Batcher(target, drafter) as batcher:
+        text = batcher.submit(prompt, seed=5, **SAMPLED).result()
+    torch.manual_seed(5)
+    assert torch.equal(text, target.generate(torch.tensor([prompt]), **SAMPLED))
     assert target.get_output_embeddings().weight.is_meta
 
 
