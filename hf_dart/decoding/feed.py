@@ -197,7 +197,7 @@ def read_prompt(
     stock = refuse_cache(cache_after(model, reader.outputs, request.stock_cache))
     refuse_compressed(stock, request.total)
     kinds = mask_kinds(model, stock)
-    nodes = request.tree_config.resolve_nodes(len(rows), rows.device.type)
+    nodes = request.tree_config.resolve_nodes(len(rows), request.device.type)
     windows = layer_windows(model, stock) if request.windowed else None
     capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
     lend = request.users_cache and request.windowed and not any(request.pads)

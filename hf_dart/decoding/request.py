@@ -27,6 +27,7 @@ from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.processors import needs_stocks_steps, refuse_grammars
 from hf_dart.decoding.suffix_store import Namespace, namespace_of
 from hf_dart.drafters.base import Drafter
+from hf_dart.models.devices import device_of
 from hf_dart.models.packed_weights import pack
 from hf_dart.models.positions import refuse_crossing
 from hf_dart.models.processes import alone, is_shared, refuse_different_calls
@@ -61,6 +62,7 @@ class Request:
     criteria: StoppingCriteriaList
     generation_config: Any
     model_kwargs: Mapping[str, Any]  # the prepared keyword arguments of the target's forward, its cache among them
+    device: torch.device  # that the target reads tokens on; prompts may lie elsewhere
     input_ids: Tensor  # [B, P] left-padded prompts
     prompt: Tensor  # the same, or their embeddings [B, P', E]
     pads: list[int]  # left padding of each row
@@ -183,9 +185,9 @@ def admit(
         if not overlaps:
             pack(model, assistant)
         check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), any(pads))
-    levels = stateful and takes_levels(model)
+    levels, device = stateful and takes_levels(model), device_of(model.get_input_embeddings())
     # Processes that share a target would measure different costs, and verify different trees.
-    timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, input_ids.device.type)
+    timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, device.type)
     tree_config = tree_config.for_levels(levels)
     if tree_config.draft_cost is None:
         depth = tree_config.resolve_depth(assistant.draft_length)
@@ -204,6 +206,7 @@ def admit(
         criteria=stopping_criteria,
         generation_config=generation_config,
         model_kwargs=model_kwargs,
+        device=device,
         input_ids=input_ids,
         prompt=prompt,
         pads=pads,

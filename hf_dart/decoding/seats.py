@@ -132,7 +132,7 @@ class Seats:
             like.pace, like.drafter_state.state = self._pace, self._state or self.taken[0].own[3]
             self._pace.leave_out()
             return
-        request, device = like.request, like.rows.device.type
+        request, device = like.request, like.request.device.type
         config, drafter = request.tree_config, request.drafter
         records = None if is_shared(request.model) else drafter.pace_records
         kind = (("joint", id(request.model), config, count),)

@@ -96,7 +96,7 @@ class Session:
         depth = config.resolve_depth(request.drafter.draft_length)
         # Of processes that share a target, only the one whose call was interrupted would have learnt from it.
         records = None if is_shared(request.model) else request.drafter.pace_records
-        self.pace = pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)
+        self.pace = pace = Pace(config, request.device.type, batch, depth, request.timed, records, request.kind)
         observed = (*request.drafter.observers, *request.observers)
         # Whether the drafter may be asked, in this call or a later one; else it is handed nothing to read. Seats and
         # captured rounds, which drop no window either, choose by a pace of their own.
@@ -125,18 +125,9 @@ class Session:
             self.vocab_size = self._logits.shape[-1]
             if noise is not None:
                 noise.vocab_size = self.vocab_size
-            self.grower = TreeGrower(
-                request.drafter,
-                config,
-                request.processors,
-                rows.tokens,
-                rows.device,
-                rows.eos,
-                pace.cost,
-                request.memory,
-                pace.copied_chances() if request.memory is None else None,
-                self.vocab_size,
-            )
+            chances = pace.copied_chances() if request.memory is None else None
+            given = request.drafter, config, request.processors, rows.tokens, request.device, rows.eos, pace.cost
+            self.grower = TreeGrower(*given, request.memory, chances, self.vocab_size)
             self.walk = Walker(request, rows, self.streaming, noise)
             # The prompt's last position waits for the token after it.
             no_tokens, counts = request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)

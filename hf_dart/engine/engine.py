@@ -130,7 +130,7 @@ class Engine:
     def _tier(self, session: Session) -> tuple[tuple[Any, ...], Tier | None]:
         """Return the tier that a session goes on in, and its key; None if there is none."""
         request, batch = session.request, len(session.rows)
-        nodes, slots = request.tree_config.resolve_nodes(batch, session.rows.device.type), self.config.first_tier
+        nodes, slots = request.tree_config.resolve_nodes(batch, request.device.type), self.config.first_tier
         nodes = nodes if nodes == 1 else -(-nodes // 8) * 8
         while session.cache.longest + nodes > slots:
             slots *= 2

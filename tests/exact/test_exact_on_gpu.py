@@ -22,6 +22,7 @@ from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import load_pair
 from hf_dart.bench.speed import Settings
 from hf_dart.decoding.api import close_call, open_request, requested
+from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.seats import Seats
 from hf_dart.errors import UserError
 from hf_dart.models.attention import masked_attention
@@ -62,17 +63,21 @@ def test_prompts_on_the_host() -> None:
 
 
 @pytest.mark.parametrize("mode", ["greedy", "T=1"])
-def test_prompts_on_the_host_and_on_the_gpu(mode: str) -> None:
-    """Side by side in seats; each draws where its own lies."""
+def test_prompts_on_the_host_and_on_the_gpu(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Side by side in seats; each draws where its own lies, and all are paced as the target's device is."""
     target: Any = tiny_target("llama", dtype=torch.float32).to("cuda")
-    head, seats, texts = tiny_head(target), Seats(2), {}
+    monkeypatch.setattr(Pace, "timed_costs", lambda config, device: {device})
+    head, seats, texts, paces = tiny_head(target), Seats(2), {}, []
     for length, place in ((7, "cpu"), (9, "cuda")):
         options = {name: ids.to(place) for name, ids in prompts([length]).items()} | MODES[mode]
         options |= {"max_new_tokens": TOKENS}
-        session = open_request(requested(target, assistant=head, **options), torch.Generator(place).manual_seed(3))
+        request = requested(target, assistant=head, tree_config=TreeConfig(), **options)
+        session = open_request(request, torch.Generator(place).manual_seed(3))
+        paces.append((request.timed, session.pace.cost().of(9)))
         seats.take(session)
         torch.manual_seed(3)
         texts[session] = target.generate(**options)
+    assert paces[0] == paces[1]
     while seats.taken:
         for session, failure in seats.round():
             assert failure is None
