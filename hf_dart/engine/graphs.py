@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -60,15 +60,16 @@ class Capture:
             whole()
             return whole
         step(run)  # tensors made on first use may come from the host
-        before = torch.cuda.get_sync_debug_mode()
-        with _capturing, warnings.catch_warnings(record=True) as told:
+        before, told = torch.cuda.get_sync_debug_mode(), list[tuple[int, str]]()
+        with _capturing, warnings.catch_warnings():
             warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_: told.append((get_ident(), str(message)))
             torch.cuda.set_sync_debug_mode("warn")  # of all threads, which an error would stop
             try:
                 step(run)
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        if any("synchronizing CUDA operation" in str(one.message) for one in told):
+        if any(thread == get_ident() and "synchronizing CUDA operation" in one for thread, one in told):
             raise RuntimeError("it asks the host for something, which a graph cannot")
         return self._captured(whole, self._stream).replay
 

@@ -8,6 +8,8 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -34,6 +36,21 @@ Trio = tuple[Any, Any, module.Engine]
 @pytest.fixture
 def pair() -> Trio:
     return compiled_pair("llama", first_tier=32)
+
+
+def test_what_asks_the_host_while_a_part_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may, the part may not."""
+    for name in ("Stream", "graph_pool_handle", "get_sync_debug_mode", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: "default")
+    monkeypatch.setattr(Capture, "_captured", lambda self, step, stream: SimpleNamespace(replay=step))
+    capture = Capture(module.EngineConfig(backend=None), torch.device("cuda"))
+
+    def asks(run: Any = None) -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+
+    capture.launched(lambda run: ThreadPoolExecutor(1).submit(asks).result(), lambda: None)
+    with pytest.raises(RuntimeError, match="asks the host"):
+        capture.launched(asks, lambda: None)
 
 
 def test_collected_hidden_states(pair: Trio) -> None:
