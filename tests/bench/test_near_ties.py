@@ -11,7 +11,7 @@ import torch
 from support.tiny import VOCABULARY, prompts, tiny_target
 from transformers import GenerationConfig
 
-from hf_dart.bench.exact import Difference, _Choices, compare, differences, repeated_4grams, run, tolerance, ulp
+from hf_dart.bench.exact import Difference, _Choices, compare, differences, repeated_4grams, run, timed, tolerance, ulp
 
 
 def test_a_generator_left_elsewhere_is_a_difference() -> None:
@@ -109,3 +109,11 @@ def test_repeated_4grams() -> None:
     assert repeated_4grams([[1, 2, 3, 4, 5]]) == 0
     assert repeated_4grams([[1, 1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
     assert repeated_4grams([[1, 2, 3]]) == 0
+
+
+def test_apple_gpus_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which there is one: `torch.mps.synchronize` takes no device."""
+    waits = list[None]()
+    monkeypatch.setattr(torch.mps, "synchronize", lambda: waits.append(None))
+    assert timed(torch.device("mps"), lambda: len(waits))[1] == 1
+    assert len(waits) == 2
