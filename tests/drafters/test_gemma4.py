@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from safetensors.torch import load_file, save_file
 from support.assistants import VOCABULARY, Stock, assistant_checkpoint, gemma4_drafter, gemma4_target, stock_assistant
 from support.cases import GREEDY, SAMPLED
@@ -58,6 +59,17 @@ def test_text_is_stocks(tmp_path: Path, family: str, shared: int, ordered: bool)
         for tree in (TreeConfig(nodes=12), TreeConfig.chain(4)):
             inputs = {"input_ids": ids, "attention_mask": seen}
             assert_identical(target, drafter, inputs, **mode, tree_config=tree, into=EXACT)
+
+
+@pytest.mark.gpu
+def test_positions_of_another_device_than_the_layers(tmp_path: Path) -> None:
+    """As where a device map puts layers on a second GPU: transformers moves what they are given."""
+    target = gemma4_target()
+    decoder = target.get_decoder()
+    add_hook_to_module(decoder.rotary_emb.to("cuda"), AlignDevicesHook("cuda:0"))
+    for layer in decoder.layers:
+        add_hook_to_module(layer, AlignDevicesHook("cpu"))
+    assert_identical(target, gemma4_drafter(tmp_path, target), {"input_ids": texts(2, 9)}, **GREEDY, into=EXACT)
 
 
 def test_turns_requests_and_compiled_rounds(tmp_path: Path) -> None:

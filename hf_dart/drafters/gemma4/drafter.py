@@ -200,7 +200,7 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
         decoder = self.shared.decoder
         layer, attention = decoder.layers[place], decoder.layers[place].self_attn
         x = layer.input_layernorm(x.to(device_of(attention.k_proj)))
-        cos, sin = decoder.rotary_emb(x, positions.to(x.device), kind)
+        cos, sin = (part.to(x.device) for part in decoder.rotary_emb(x, positions.to(x.device), kind))
         made = (attention.k_proj, attention.v_proj or attention.k_proj)
         key, value = (project(x).unflatten(-1, (-1, attention.head_dim)).transpose(1, 2) for project in made)
         return [rotate(attention.k_norm(key), (cos[:, None], sin[:, None])), attention.v_norm(value)]
