@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,6 +22,8 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 SHAPE = ("draft_length", "beam")
 """Options of `from_pretrained` that say how such drafters draft."""
+# Of drafters: the targets that they fit. Copies and pickles of a drafter hold none.
+_targets: WeakKeyDictionary[StockDrafter, WeakSet[Any]] = WeakKeyDictionary()
 
 
 class ModuleCache(SlotCache):
@@ -49,12 +51,11 @@ class StockDrafter(BeamDrafter[ModuleCache]):
             )
         self.tree_config, self.last_stats = tree_config or TreeConfig(), None
         self.beam, self._layers, self._draft_length = beam, layers, draft_length
-        self._targets: WeakSet[Any] = WeakSet()
 
     def _attach(self, target: PreTrainedModel) -> None:
         """Let `target`, which the drafter fits, draft with it."""
         self._vocab_size = logits_of(target)
-        self._targets.add(target)
+        _targets[self] = WeakSet([target])
         hooks.decoding().attached(target)
 
     @property
@@ -71,9 +72,10 @@ class StockDrafter(BeamDrafter[ModuleCache]):
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Refuse other targets than its own; deep copies and PEFT wrappers of it are fine."""
-        if target not in self._targets or logits_of(target) != self._vocab_size:  # which may be resized
+        fitting = _targets.setdefault(self, WeakSet())
+        if target not in fitting or logits_of(target) != self._vocab_size:  # which may be resized
             self.check_fit(target)
-            self._targets.add(target)
+            fitting.add(target)
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
         return relative_cost(target, depth or self.draft_length, self.weights_read())

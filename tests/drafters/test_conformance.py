@@ -179,3 +179,13 @@ def test_pickles_hold_no_target(kind: str) -> None:
         attach(target).generate(**prompts([7]), **GREEDY, assistant=again)
     assert_identical(target, again.bind(target), prompts([7]), **GREEDY)
     assert_identical(target, drafter, prompts([7]), **GREEDY)
+
+
+@pytest.mark.parametrize("kind", ["language model", "mtp"])
+def test_copies_and_pickles_of_modules_of_transformers(kind: str) -> None:
+    """They hold no target."""
+    target, drafter = pair(kind)
+    memo = dict[int, Any]()
+    for again in (copy.deepcopy(drafter, memo), pickle.loads(pickle.dumps(drafter))):
+        assert_identical(target, again, prompts([7]), **GREEDY, into=TALLIES[kind])
+    assert id(target) not in memo
