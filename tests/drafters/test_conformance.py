@@ -189,3 +189,11 @@ def test_copies_and_pickles_of_modules_of_transformers(kind: str) -> None:
     for again in (copy.deepcopy(drafter, memo), pickle.loads(pickle.dumps(drafter))):
         assert_identical(target, again, prompts([7]), **GREEDY, into=TALLIES[kind])
     assert id(target) not in memo
+
+
+@pytest.mark.parametrize(("kind", "name"), [("language model", "model"), ("mtp", "module")])
+def test_modules_of_transformers_that_are_moved(kind: str, name: str) -> None:
+    _, drafter = pair(kind)
+    for device in ("cpu", "meta"):
+        getattr(drafter, name).to(device)
+        assert drafter.runs_in[0].type == device

@@ -7,7 +7,6 @@ It reads the text with its own cache and drafts token by token, the best tokens 
 from __future__ import annotations
 
 import inspect
-from functools import cached_property
 from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -145,7 +144,7 @@ class LanguageModelDrafter(StockDrafter):
 
     @property
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
-        return self._device, self.model.dtype
+        return device_of(self.model.get_input_embeddings()), self.model.dtype
 
     def read_last(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor | None:
         """Take in tokens; logits [B, 1, V] after the last, None where the text is longer than the model's positions."""
@@ -174,7 +173,7 @@ class LanguageModelDrafter(StockDrafter):
 
     def _run(self, state: ModuleCache, tokens: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
         """Logits [B, n, V] of the entries `wanted` [n], or all, of tokens [B, Q]."""
-        device = self._device
+        device, _ = self.runs_in
         view.enter(state, device)
         tokens = tokens.to(device)
         inputs: dict[str, Any] = {"input_ids": tokens.where(tokens < self._rows, self._unknown)}
@@ -192,10 +191,6 @@ class LanguageModelDrafter(StockDrafter):
                 **inputs,
             ).logits
         return logits if wanted is None or self._keeps else logits[:, wanted.to(logits.device)]
-
-    @cached_property
-    def _device(self) -> torch.device:
-        return device_of(self.model.get_input_embeddings())
 
 
 def check_vocabulary(model: PreTrainedModel, target: PreTrainedModel, tokenizer: Any) -> None:

@@ -20,8 +20,8 @@ from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SHAPE, ModuleCache, StockDrafter
 from hf_dart.hub.download import cached_commit
 from hf_dart.interop.mtp_module import module_format, read_module
-from hf_dart.models.devices import device_of, users_default
-from hf_dart.models.features import layer_count, lm_head_of
+from hf_dart.models.devices import users_default
+from hf_dart.models.features import layer_count
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.verify import MaskKind
 from hf_dart.trees.config import TreeConfig
@@ -67,7 +67,6 @@ class MtpDrafter(StockDrafter):
             )
         self._kind = MaskKind(kind, module.config.sliding_window if kind == "sliding_attention" else None, 0)
         self._rotary = {"layer_type": kind} if module.has_per_layer_rope else {}
-        self._device = device_of(lm_head_of(target))
         self.feature_layers = [layer_count(target)]
         self._attach(target)
 
@@ -109,7 +108,8 @@ class MtpDrafter(StockDrafter):
 
     @property
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
-        return self._device, self.module.layers[0].eh_proj.weight.dtype
+        weight = self.module.layers[0].eh_proj.weight
+        return weight.device, weight.dtype
 
     def read_last(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         states = self._run(state, features, next_tokens, View.after(state, next_tokens.shape[1]))
@@ -124,7 +124,7 @@ class MtpDrafter(StockDrafter):
 
     def _run(self, state: ModuleCache, features: Tensor, tokens: Tensor, view: View) -> Tensor:
         """States [B, Q, H] of tokens [B, Q], or their embeddings [B, Q, E], after what stands in front, [B, Q, H]."""
-        module, device = self.module, self._device
+        module, (device, _) = self.module, self.runs_in
         view.enter(state, device)
         with users_default():
             embeddings = tokens if tokens.is_floating_point() else module.embed_tokens(tokens.to(device))
