@@ -25,7 +25,7 @@ from transformers.utils import logging
 
 from hf_dart.models.devices import contents_of
 from hf_dart.models.features import lm_head_of
-from hf_dart.models.forwards import StandIn
+from hf_dart.models.forwards import StandIn, forward_before
 from hf_dart.models.support import parts_of
 
 logger = logging.get_logger(__name__)
@@ -194,6 +194,7 @@ def packable(model: PreTrainedModel, *further: nn.Module) -> list[nn.Linear]:
     if any(vars(part).get("merged_adapters") and part.disable_adapters for part in parts):
         return []  # the next forward takes PEFT's adapter out of them
     linear = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]
+    linear = [layer for layer in linear if forward_before(layer) is None]  # it would not be read
     # LoRA's are not worth it.
     return [layer for layer in linear if is_plain(layer.weight, dtype) and min(layer.weight.shape) > _ROWS]
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from hf_dart import LookupDrafter, attach, detach, generate_many
 from hf_dart.models import packed_weights as packing
 from hf_dart.models.forwards import StandIn, standing_in
-from hf_dart.models.packed_weights import pack, packed_weights
+from hf_dart.models.packed_weights import pack, packable, packed_weights
 from hf_dart.models.trial import forget
 
 
@@ -233,9 +233,11 @@ def test_a_forward_of_the_users_own_stays(target: Any) -> None:
     """Accelerate puts its hooks into instances, also into layers that are packed by then."""
     pack(target)
     own = target.lm_head.forward
+    assert target.lm_head in packable(target)
     target.lm_head.forward = lambda hidden: own(hidden) * 2
     seen, plain = product(target)
     assert torch.equal(seen, plain)
+    assert target.lm_head not in packable(target)
     del target.lm_head.forward
     seen, single = product(target)
     assert torch.equal(plain, single * 2)
