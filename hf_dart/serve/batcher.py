@@ -126,6 +126,7 @@ class Batcher:
         """Number of requests that are being read or written."""
         return len(self._running) + (self._reading is not None)
 
+    @torch.inference_mode(False)  # the thread of the rounds writes to what is made here
     def submit(
         self,
         input_ids: Tensor | Sequence[int],

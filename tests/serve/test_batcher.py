@@ -487,6 +487,16 @@ def test_drafter_and_memory_of_an_attached_model() -> None:
     assert store.names == [""]
 
 
+def test_requests_in_inference_mode() -> None:
+    """With a cache that counts in a tensor of its own, and prompts that no gradient goes through."""
+    target = tiny_target("llama")
+    options = {**GREEDY, "cache_implementation": "static"}
+    with torch.inference_mode(), Batcher(target, tiny_head(target)) as batcher:
+        inputs = prompts([7])
+        handle = batcher.submit(**inputs, **options)
+        assert torch.equal(handle.result(), type(target).generate(target, **inputs, **options))
+
+
 def test_requests_run_under_the_autocast_that_they_were_submitted_under() -> None:
     target, seen = tiny_target("llama", dtype=torch.float32), list[torch.dtype]()
 
