@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -134,7 +135,7 @@ class AttachedGenerate:
         memory: Namespace | None,  # of drafted calls that name none
     ) -> None:
         self.model, self.own, self.default, self.memory = model, own, default, memory
-        self._reasons: set[str] = set()  # why calls ran without drafts, each told once
+        self._reasons: set[str] = set()  # why calls ran without drafts, without numbers, each told once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unnamed = "assistant" not in kwargs and kwargs.get("custom_generate") is None
@@ -143,8 +144,8 @@ class AttachedGenerate:
                 drafts = {"assistant": self.default, "memory": self.memory, **kwargs}
                 return _run_drafted(self.model, args, drafts, optional=True)
             except UndraftedError as reason:
-                if str(reason) not in self._reasons:
-                    self._reasons.add(str(reason))
+                if (kind := re.sub(r"\d+", "", str(reason))) not in self._reasons:
+                    self._reasons.add(kind)
                     warnings.warn(f"This call of generate runs without drafts: {reason}", stacklevel=2)
         elif unnamed and (shaping := [name for name in _KEYWORDS[1:] if kwargs.get(name)]):
             raise ValueError(f"{shaping[0]}= shapes drafts, and this call has no drafter; give assistant=drafter.")

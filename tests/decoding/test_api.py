@@ -297,6 +297,7 @@ def test_what_cannot_be_drafted_is_stocks_with_one_warning_for_each_reason(targe
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(target.generate(**TWO_ROWS, **BEAMS), beams)
+        target.generate(**TWO_ROWS, **{**BEAMS, "num_beams": 3})  # the same reason
     with pytest.warns(UserWarning, match="output_attentions"):
         again = target.generate(**TWO_ROWS, do_sample=False, max_new_tokens=4, output_attentions=True, use_cache=True)
     assert torch.equal(again, seen)
