@@ -53,7 +53,7 @@ def attach(
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
         drafter: for calls without `assistant=`, in place of one given before; None leaves that.
-        learner: a [`Learner`], which trains the drafter on what it drafts for; None leaves it without.
+        learner: a [`Learner`], which trains the drafter on what it drafts for; None leaves one given before.
         memory: a [`SuffixStore`], or a namespace of one, that drafted calls copy from and are kept in, unless they
             name another one; `memory=None` turns it off for a call. Without any drafter, it drafts by itself
             ([`LookupDrafter`]). None leaves one given before.
@@ -80,14 +80,16 @@ def attach(
             raise ValueError("Processes that hold a target together would learn different things; leave learner= out.")
         learner.attach(drafter)
     try:
-        return attached(model, drafter, namespace_of(memory))
+        return attached(model, drafter, namespace_of(memory), learner)
     except BaseException:
         if learner is not None:
             learner.detach()
         raise
 
 
-def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None, memory: Namespace | None = None) -> Any:
+def attached(
+    model: PreTrainedModel, drafter: Drafter[Any] | None = None, memory: Namespace | None = None, learner: Any = None
+) -> Any:
     """Attach `model`, which is returned; what its target has passed before is not tried again."""
     target = unwrapped(model)
     release_changed(target)  # trials read them
@@ -95,10 +97,12 @@ def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None, memory
         check_verification(target)
     own, known = vars(target).get("generate"), None
     if isinstance(own, AttachedGenerate):
-        drafter, known, own = drafter or own.default, own.memory, own.own
+        if own.learner not in (None, learner or own.learner):
+            own.learner.detach()
+        drafter, known, learner, own = drafter or own.default, own.memory, learner or own.learner, own.own
     if memory is not None and drafter is None:
         drafter = LookupDrafter()
-    target.generate = AttachedGenerate(target, own, drafter, memory or known)
+    target.generate = AttachedGenerate(target, own, drafter, memory or known, learner)
     return model
 
 
@@ -116,8 +120,8 @@ def detach(model: PreTrainedModel) -> Any:
     forget(target)
     own = vars(target).pop("generate", None)
     if isinstance(own, AttachedGenerate):
-        if own.default is not None:
-            own.default.observers = ()
+        if own.learner is not None:
+            own.learner.detach()
         own = own.own
     if own is not None:
         target.generate = own
@@ -133,8 +137,9 @@ class AttachedGenerate:
         own: Any,  # a `generate` that the instance had before, for calls without drafts
         default: Drafter[Any] | None,  # of calls that name no drafter and no other way to generate; None: stock's own
         memory: Namespace | None,  # of drafted calls that name none
+        learner: Any,  # that `detach` ends
     ) -> None:
-        self.model, self.own, self.default, self.memory = model, own, default, memory
+        self.model, self.own, self.default, self.memory, self.learner = model, own, default, memory, learner
         self._reasons: set[str] = set()  # why calls ran without drafts, without numbers, each told once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -412,9 +412,16 @@ def test_attached_and_detached(target: Any, head: DartHead) -> None:
         same(run(target, prompts(RAGGED, seed=seed), seed, **SAMPLED), wanted)
     assert learner.stats.tokens == 3 * 2 * 32
     assert first.stats.tokens == 0
+    other = attach(tiny_target("qwen3"), head)
+    attach(target, tiny_head(target))
+    detach(other)  # which has no learner
+    assert head.observers == (learner,)
     detach(target)
     assert head.observers == ()
     same(run(target, prompts(RAGGED), 0, **SAMPLED), stock[0])
+    attach(target, head, learner=first)
+    attach(target, tiny_head(target), learner=Learner())
+    assert head.observers == (), "each model has one learner"
 
 
 def test_sixteen_bits(target: Any) -> None:
