@@ -305,6 +305,10 @@ class Learner:
         """Let the better of the two heads draft, by the text that nothing was learnt from yet."""
         stats = self.stats
         with self._training() as student:
+            if student.left != student.contents():  # others have trained the head
+                self._student = Student(student.head)
+                self._forget()
+                return
             fresh = self._ring.take_fresh()
             stride = max(sum(map(len, fresh)) // _DRAFTS, 1)
             self._compared, moved = student.steps, student.steps > 0

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.learning.ring import Segment
-from hf_dart.models.devices import where_it_runs
+from hf_dart.models.devices import contents_of, where_it_runs
 from hf_dart.training.muon import MUON, matrix_names
 from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.chunks import chunked
@@ -46,6 +46,7 @@ class Student:
         self._depth = head.tree_config.resolve_depth(head.draft_length)
         self.generator = torch.Generator().manual_seed(0)  # of all that is drawn; the global ones are not moved
         self.frozen, self.learnt = self._copied(), self._copied()
+        self.left = self.contents()  # in the head
         self.begin_again()
 
     def _copied(self) -> Any:
@@ -70,14 +71,20 @@ class Student:
             weight.copy_(new)
         torch.clear_autocast_cache()  # of weights as they were
 
+    def contents(self) -> list[tuple[int, ...]]:
+        """Keys of the values that the head drafts with, wherever they lie."""
+        return [key[2:] for key in contents_of(self._weights(self.head))]
+
     def begin_again(self) -> None:
         """Learn from the weights that the head had when the learner was attached."""
         self._copy(self._weights(self.frozen), self.learnt)
         self.steps, self._optimizer = 0, cast(Any, None)
 
     def use(self, learnt: bool) -> None:
-        """Let the head draft with what was learnt, or as it did at first."""
-        self._copy(self._weights(self.learnt if learnt else self.frozen), self.head)
+        """Let the head draft with what was learnt, or as it did at first, unless others have written to it."""
+        if self.left == self.contents():
+            self._copy(self._weights(self.learnt if learnt else self.frozen), self.head)
+            self.left = self.contents()
 
     def step(self, segments: Sequence[Segment], rate: float) -> float:
         """Take one step of Muon (arXiv 2502.16982) on drafts of some segments; return their mean loss, in nats.

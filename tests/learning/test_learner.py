@@ -424,6 +424,23 @@ def test_attached_and_detached(target: Any, head: DartHead) -> None:
     assert head.observers == (), "each model has one learner"
 
 
+def test_weights_that_others_write_stay(target: Any, head: DartHead) -> None:
+    """The learner begins anew with them."""
+    learner = learning(target, head)
+    teach(learner, target, head)
+    assert learner.stats.learnt
+    head.fc.weight.data.neg_()
+    before = copies(head)
+    for act in (learner.reset, lambda: serve(target, head, range(2)), learner.step, learner.step, learner.reset):
+        act()
+        assert not changed(head, before)
+    serve(target, head, range(2))
+    teach(learner, target, head)
+    assert learner.stats.learnt
+    learner.reset()
+    assert not changed(head, before)
+
+
 def test_sixteen_bits(target: Any) -> None:
     """Small steps add up."""
     head = tiny_head(target, feature_layers=LAYERS["determined"]).to(torch.bfloat16)
