@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from torch.autograd.graph import increment_version
 from transformers import TrainerCallback
 
 from hf_dart.decoding.api import attach
@@ -53,6 +54,8 @@ class DrafterCallback(TrainerCallback):
 
     def on_step_end(self, *given: Any, **known: Any) -> None:
         """Log the rollouts of a step; a step on those of an earlier one has none."""
+        # Fused optimizers do not count their writes, by which a draft vocabulary's rows are copied anew.
+        increment_version([weight for weight in self.trainer.model.parameters() if weight.requires_grad])
         self._log("train")
 
     def on_prediction_step(self, *given: Any, **known: Any) -> None:

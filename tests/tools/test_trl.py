@@ -78,6 +78,18 @@ def test_what_is_written_when_nobody_trains_is_not_kept_for_ever() -> None:
     assert len(rollouts.stats) < 1000
 
 
+def test_rows_of_a_draft_vocabulary_are_the_policys(tmp_path: Path) -> None:
+    """Whose weights fused optimizers write to without counting."""
+    target = tiny_target("qwen3")
+    head = tiny_head(target, draft_vocabulary=range(0, 48, 2))
+    callback = DrafterCallback(trainer_of("GRPO", target, tmp_path, []), head)
+    hidden = torch.ones(1, head.config.hidden_size, dtype=head.dtype)
+    before = head.logits(hidden)
+    target.lm_head.weight.data.neg_()
+    callback.on_step_end()
+    assert torch.equal(head.logits(hidden), -before)
+
+
 def test_trainers_whose_rollouts_cannot_be_drafted(tmp_path: Path) -> None:
     target = tiny_target("qwen3")
     trainer, head = trainer_of("GRPO", target, tmp_path, []), tiny_head(target)
