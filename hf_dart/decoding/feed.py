@@ -79,7 +79,8 @@ class PromptReader:
         drafter = self._request.drafter
         text_only = not extra_inputs(self._target, inputs)
         merged = drafter.reads_embeddings and inputs.get("input_ids") is not None and not text_only
-        if not inputs.get("output_hidden_states"):
+        asked = inputs.get("output_hidden_states")
+        if not asked:
             # Towers of images would take indices of layers for theirs.
             inputs.update(features_request(drafter.feature_layers) if text_only else {"output_hidden_states": True})
         with users_default():
@@ -87,7 +88,10 @@ class PromptReader:
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
         self.width = ran.shape[1]
         features = gather_features(outputs, drafter.feature_layers, ran)
-        self.hand_on(features, merged_embeddings(self._target, outputs, ran) if merged else None)
+        embeddings = merged_embeddings(self._target, outputs, ran) if merged else None
+        if not asked and "hidden_states" in outputs:
+            outputs["hidden_states"] = None
+        self.hand_on(features, embeddings)
         if self._request.pause is not None and self._next + 1 < self._prompt.shape[1]:
             self._request.pause(self)
         return outputs
@@ -105,7 +109,7 @@ class PromptReader:
             features = torch.cat([self.last.to(features.device), features], dim=1)
         if self._next + features.shape[1] > self._prompt.shape[1]:
             raise ValueError(_NOT_THE_PROMPT)
-        self.last = features[:, -1:]
+        self.last = features[:, -1:].clone()  # else those of all would stay
         ready = features.shape[1] - 1
         if ready == 0:
             return

@@ -98,8 +98,8 @@ class Prefixes:
         if not read <= shared < read + request.generation_config.prefill_chunk_size or read > self._most:
             return
         own = _copy(state) if type(state) is SlotCache and int(state.counted + state.dropped) == read - 1 else None
-        tokens, last = request.input_ids[0, : read + 1].cpu(), reader.last.clone()
-        self._kept.append(_Prefix(tokens, _sharing(request.stock_cache), ref(request.drafter), own, last))
+        tokens = request.input_ids[0, : read + 1].cpu()
+        self._kept.append(_Prefix(tokens, _sharing(request.stock_cache), ref(request.drafter), own, reader.last))
         while sum(len(one.tokens) - 1 for one in self._kept) > self._most:
             del self._kept[0]
 

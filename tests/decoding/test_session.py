@@ -15,6 +15,9 @@ from support.tiny import VOCABULARY, ReplayDrafter, prompts
 from torch import Tensor
 
 from hf_dart import DartHead, attach
+from hf_dart.decoding.api import requested
+from hf_dart.decoding.feed import begun, read_prompt
+from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.session import joined
 from hf_dart.drafters.base import Verified
 
@@ -169,3 +172,13 @@ def test_positions_that_waited_are_taken_in_as_they_came() -> None:
     for row, wanted in enumerate(came):
         assert tokens[row, : len(wanted)].tolist() == wanted
         assert features[row, : len(wanted), 1].tolist() == [0.5 * token for token in wanted]
+
+
+@torch.no_grad()
+def test_of_a_prompt_the_last_features_are_held(target: Any, head: DartHead) -> None:
+    """Those of a long one, and the hidden states that they are made of, take gigabytes."""
+    request = requested(target, **INPUTS, assistant=head)
+    rows = Rows(request)
+    reader, *_ = read_prompt(request, rows, begun(request, rows))
+    assert reader.last.untyped_storage().nbytes() == reader.last.nbytes
+    assert reader.outputs.get("hidden_states") is None
