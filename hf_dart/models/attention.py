@@ -46,7 +46,7 @@ class TreeAttention:
 
     def for_trees(self) -> AbstractContextManager[None]:
         """Return a context in which targets of this thread attend as for trees, by `grouped_attention` for SDPA."""
-        return nullcontext() if self.name == self.own == "eager" else _in_place_of(self.own, self.name)
+        return nullcontext() if self.name == self.own == "eager" else in_place_of(self.own, self.name)
 
 
 def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -201,7 +201,7 @@ class _HereOrOwn:
 
 
 @contextmanager
-def _in_place_of(own: str, name: str) -> Iterator[None]:
+def in_place_of(own: str, name: str) -> Iterator[None]:
     """Attend by `name` where a model asks for `own`, in this thread; masks are made for it, too.
 
     The functions stay in the registries from then on: taking them away would need a lock in every round, which an

@@ -14,6 +14,7 @@ from support.heads import text
 from support.memory import Largest
 from support.modules import with_module
 from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from transformers.integrations import sdpa_attention
 
 from hf_dart import LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.drafters import base
@@ -89,6 +90,7 @@ def test_rows_of_a_batch_are_drafted_for_as_if_alone(name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_nothing_grows_with_the_square_of_the_text(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter, length = DRAFTERS[name](tmp_path), 320
+    monkeypatch.setattr(sdpa_attention, "repeat_kv", None)  # nor are keys and values of groups of heads repeated
     taken = text(drafter, [length], 0)
     sizes = []
     for entries in (1000, PARTS):

@@ -27,7 +27,7 @@ from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.hub import card_texts
 from hf_dart.interop.gemma4 import assistant_format, part_of, read_assistant
-from hf_dart.models.attention import added_mask
+from hf_dart.models.attention import added_mask, in_place_of
 from hf_dart.models.devices import device_of
 
 
@@ -222,5 +222,6 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
             rotations[kind] = rotary(x, at, kind)
         for layer, kind in zip(self.model.layers, text.layer_types, strict=True):
             shared = {"shared_kv_states": keys, "position_embeddings": rotations[kind], "attention_mask": masks[kind]}
-            x = layer(x, **shared, position_ids=at)
+            with in_place_of("sdpa", "sdpa"):  # by groups of heads
+                x = layer(x, **shared, position_ids=at)
         return self.model.norm(x)

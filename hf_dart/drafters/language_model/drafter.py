@@ -28,7 +28,7 @@ from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.hub.kinds import Names
 from hf_dart.interop.eagle3 import eagle1_format
 from hf_dart.interop.mtp_module import module_format
-from hf_dart.models.attention import for_trees
+from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import lm_head_of, vocabulary_size
 from hf_dart.models.positions import position_limit
@@ -182,7 +182,7 @@ class LanguageModelDrafter(StockDrafter):
             inputs["position_ids"] = view.positions.clamp(max=self._last_position).to(device)
         if wanted is not None and self._keeps:
             inputs["logits_to_keep"] = wanted.to(device)
-        with for_trees(self.model), users_default():
+        with TreeAttention(self.model).for_trees(), users_default():
             logits = self.model(
                 attention_mask=view.masks(self._kinds, self.model.dtype, device),
                 **{self._cache_name: state.cache},

@@ -20,6 +20,7 @@ from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SHAPE, ModuleCache, StockDrafter
 from hf_dart.hub.download import cached_commit
 from hf_dart.interop.mtp_module import module_format, read_module
+from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import users_default
 from hf_dart.models.features import layer_count
 from hf_dart.models.stock_steps import CACHE
@@ -126,7 +127,7 @@ class MtpDrafter(StockDrafter):
         """States [B, Q, H] of tokens [B, Q], or their embeddings [B, Q, E], after what stands in front, [B, Q, H]."""
         module, (device, _) = self.module, self.runs_in
         view.enter(state, device)
-        with users_default():
+        with TreeAttention(module).for_trees(), users_default():
             embeddings = tokens if tokens.is_floating_point() else module.embed_tokens(tokens.to(device))
             embeddings = embeddings.to(device)
             places = (view.positions + 1).to(device)  # of the tokens
