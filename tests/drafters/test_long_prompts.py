@@ -96,9 +96,10 @@ def test_nothing_grows_with_the_square_of_the_text(name: str, tmp_path: Path, mo
     for entries in (1000, PARTS):
         monkeypatch.setattr(base, "AT_ONCE", entries)
         for take_in in (drafter.extend, drafter.propose):
-            with Largest() as largest:
+            with Largest() as largest, Largest(lambda one: one.dtype == torch.long) as ages:
                 take_in(drafter.begin(1, length), *taken)
             sizes.append(largest.elements)
+            assert ages.elements < length**2 // 2 or not name.startswith(("head", "eagle"))
     assert max(sizes[2:]) < length**2 // 2
     # Diffusion has parts of its own, and the last two no mask of all pairs of positions.
     assert name in ("diffusion", "dflash", "gemma4") or min(sizes[:2]) >= length**2

@@ -351,9 +351,8 @@ class DartHead(TrainedDrafter):
             block_end = block[:, None, None] + self.config.draft_slots
             inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < block_end)
             mask = mask | (inside & ~before & (keys_at < block_end))
-        ages = positions[..., None] - keys_at
-        windows = self.config.windows or [0]
-        return [mask & (~before | (ages < window)) if window else mask for window in windows]
+        from_ = positions[..., None]
+        return [mask & (~before | (keys_at > from_ - size)) if size else mask for size in self.config.windows or [0]]
 
     # ---- adapters -----------------------------------------------------------------------------------
 

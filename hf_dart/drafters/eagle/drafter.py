@@ -140,7 +140,8 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         features: Tensor,  # [B, Q, H] what stands in front of each token
         rotation: tuple[Tensor, Tensor],
         mask: Tensor,  # [B, 1, Q, S] bool
-        ages: Tensor,  # [B, 1, Q, S] how far back in the text a key lies; drafted ones have none, 0
+        asked_from: Tensor,  # [B, 1, Q, 1] positions of the text from which windows are counted
+        at: Tensor,  # [B, 1, 1, S] positions of keys; those of drafted ones come after all of these
         memory: Memory,
         wanted: Tensor | None = None,  # [B, W] entries whose states are wanted; None is all
     ) -> Tensor:
@@ -151,7 +152,7 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
             known = self.feature_norm(features)
             pairs = torch.cat([self.embedding_norm(embeddings), known], dim=-1)
             residual = known if self.config.norm_before_residual else features
-        masks = [mask & (ages < window) if window else mask for window in self.config.windows or [0]]
+        masks = [mask & (at > asked_from - window) if window else mask for window in self.config.windows or [0]]
         x = pairs
         for number, layer in enumerate((self.layer, *self.deeper)):
             asked = wanted if number == len(self.deeper) else None
@@ -195,12 +196,13 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
 
         known = (rotation[0][:, :, :real], rotation[1][:, :, :real])
         place = torch.arange(real, device=features.device)
-        ages = (place[:, None] - place)[None, None]
         text = attention_mask[:, :, :real, :real]
-        last = self.step(next_embeddings, self.fuse(features), known, text, ages, memory, anchors.clamp(min=0))
+        last = self.step(
+            next_embeddings, self.fuse(features), known, text, place[:, None], place, memory, anchors.clamp(min=0)
+        )
         places = [part[:, :, real:].unflatten(2, (count, steps)) for part in rotation]
         sees = attention_mask[:, :, real:].unflatten(2, (count, steps))  # [B, 1, K, d - 1, T + K (d - 1)]
-        ages = F.pad((anchors[..., None] - place)[:, None], (0, count * steps))
+        asked_from, key_at = anchors[:, None, :, None], F.pad(place, (0, count * steps), value=real)
         drafted = [last]
         for step in range(steps):
             mask = sees[:, :, :, step]
@@ -208,8 +210,9 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
             own = mask[..., real:].unflatten(-1, (count, steps)).transpose(-1, -2)[..., : step + 1, :].flatten(-2)
             at = (places[0][:, :, :, step], places[1][:, :, :, step])
             mask = torch.cat([mask[..., :real], own], dim=-1)
-            known_keys = ages[..., : mask.shape[-1]]
-            last = self.step(drafted_embeddings[:, :, step], last, at, mask, known_keys, memory)
+            last = self.step(
+                drafted_embeddings[:, :, step], last, at, mask, asked_from, key_at[: mask.shape[-1]], memory
+            )
             drafted.append(last)
         return self.final(torch.stack(drafted, dim=2))
 
@@ -252,7 +255,7 @@ class EagleDrafter(BeamDrafter[SlotCache], TrainedDrafter):
         """
         end = view.seen.shape[-1]
         state.store.reserve(end)
-        ages = asked_from[..., None] - view.at[:, None]
         remember = partial(memory, state, slots=view.slots, keys=slice(end))
         rotation = self.rotation(view.positions)
-        return self.step(self.embed(tokens), features, rotation, view.seen[:, None], ages[:, None], remember, wanted)
+        places = asked_from[:, None, :, None], view.at[:, None, None]
+        return self.step(self.embed(tokens), features, rotation, view.seen[:, None], *places, remember, wanted)
