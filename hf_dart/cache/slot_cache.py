@@ -169,7 +169,7 @@ class SlotStore:
         self._most = self._most and other._most and max(self._most, other._most)  # a longer text goes on in it
         self.reserve(count)
         for here, there in rows:
-            self.storage[:, here] = 0
+            self.storage[:, here, :, count:] = 0
             self.storage[:, here, :, :count] = other.storage[:, there, :, :count]
 
     def take_over(self, index: int, states: Tensor, pads: list[int], slots: int) -> None:
@@ -177,7 +177,9 @@ class SlotStore:
 
         The rest of the buffer is zeros.
         """
-        buffer, kept = self.buffer(index).zero_(), states.shape[2]
+        buffer, kept = self.buffer(index), states.shape[2]
+        buffer[:, :, : max(slots - kept - min(pads) - self.first, 0)] = 0
+        buffer[:, :, slots - max(pads) - self.first :] = 0
         for row, pad in enumerate(pads):
             start, end = max(slots - kept - pad, self.first), slots - pad
             buffer[row, :, start - self.first : end - self.first] = states[row, :, kept - (end - start) :]

@@ -43,3 +43,18 @@ def test_a_windowed_row_may_lose_what_two_rounds_committed() -> None:
             assert store.read(0, torch.tensor([first]), window)[0, 0, :, 0].tolist() == [*range(first, first + window)]
     assert store.first > 0
     assert store.capacity < 200
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_around_what_is_taken_over_all_is_zero(first: int) -> None:
+    """What memory held before might be NaN, which masks do not hide."""
+    store, pads, states = (
+        SlotStore(torch.full((1, 3, 1, 9, 2), torch.nan), first=first),
+        [0, 2, 3],
+        torch.ones(3, 1, 5, 2),
+    )
+    store.take_over(0, states, pads, 7)
+    expected = torch.zeros(3, 12)
+    for row, pad in enumerate(pads):
+        expected[row, max(2 - pad, first) : 7 - pad] = 1
+    assert torch.equal(store.storage[0, :, 0, :, 0], expected[:, first : first + 9])
