@@ -366,5 +366,5 @@ def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:
     first = min(starts)
     if first == max(starts):
         return torch.stack([blocks[position] for position in range(first, first + depth)], dim=1)
-    rows = [torch.stack([blocks[start + ahead][row] for ahead in range(depth)]) for row, start in enumerate(starts)]
-    return torch.stack(rows)
+    rows = [blocks[start + ahead][row] for row, start in enumerate(starts) for ahead in range(depth)]
+    return torch.stack(rows).view(len(starts), depth, -1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.cases import SAMPLERS, replay
 from support.compare import assert_identical
+from support.memory import TensorPeak
 from support.tiny import VOCABULARY, prompts, tiny_target
 from support.trees import choose_everywhere
 from torch import Tensor
@@ -116,6 +117,9 @@ def test_rows_start_where_they_are_whatever_was_forgotten() -> None:
             assert torch.equal(window[row], blocks[start : start + 4, row])
             assert torch.equal(gumbel[row], -blocks[start : start + 4, row].log())
     assert [*stream._states] == [36, *range(300, 310)]
+    with TensorPeak([], stream._blocks[300].nbytes + 1) as measured:
+        window = stream.exponentials([302, 300, 305], 4)
+    assert measured.peak == window.nbytes, "no row is held twice"
     window = stream.exponentials([2, 302, 301], 3)
     assert window.shape == (3, 3, 9)
     assert torch.equal(window[1], blocks[302:305, 1])
