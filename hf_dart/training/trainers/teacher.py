@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.draft_vocabulary import LMHeadRows
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import device_of, has_rows
@@ -38,7 +37,6 @@ class Teacher:
     def __init__(self, target: PreTrainedModel, drafter: TrainedDrafter) -> None:
         self.target, self.drafter = target.eval(), drafter
         self._packing_checked = False
-        self._head_rows = LMHeadRows()
         self._picks: dict[bool, bool] = {}
 
     @torch.no_grad()
@@ -128,7 +126,7 @@ class Teacher:
 
         def score(module: Any, given: Any, nothing: Tensor) -> Tensor:
             assert vocabulary is not None
-            return self._head_rows(module, picked.pop(), vocabulary)
+            return self.drafter._head_rows(module, picked.pop(), vocabulary)
 
         scored = nullcontext() if vocabulary is None else lm_head.register_forward_hook(score)
         with lm_head.register_forward_pre_hook(pick), scored:
