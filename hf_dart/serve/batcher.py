@@ -38,6 +38,7 @@ PREFIX_TOKENS = 8_192
 """Tokens of shared beginnings that a batcher keeps, where nothing else is said."""
 PIECE = 256
 """Tokens of prompts that are read between two rounds."""
+_ALONE = 4  # pieces that are read at once where no request runs
 _IDLE = 0.2  # seconds that the thread waits for a request, as a new one would allocate all of its memory again
 
 
@@ -275,7 +276,7 @@ class Batcher:
         try:
             request, shared = self._prefixes.begin(call.request)
             self._read -= request.cached
-            request = in_pieces(request, PIECE, pause, shared)
+            request = in_pieces(request, PIECE if self._running else _ALONE * PIECE, pause, shared)
             session = open_request(request, torch.Generator(request.input_ids.device).manual_seed(call.handle.seed))
             session.stats.add_times(others, -1.0)
             call.session, call.handle.stats = session, session.stats

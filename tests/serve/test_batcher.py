@@ -391,7 +391,8 @@ def test_rounds_between_prompts(
 ) -> None:
     """Those that run wait for as many tokens as a piece has, whatever prompts these are of."""
     monkeypatch.setattr(batcher_module, "PIECE", 8)
-    target, held = tiny_target("llama"), list[int]()
+    target, held, sizes, in_pieces = tiny_target("llama"), list[int](), list[int](), batcher_module.in_pieces
+    monkeypatch.setattr(batcher_module, "in_pieces", lambda *given: sizes.append(given[1]) or in_pieces(*given))
     batcher, given = Scheduled(target), {**prompts([length]), **GREEDY, **options}
     for _ in range(known):
         batcher.submit(**given).result(timeout=60)
@@ -402,6 +403,7 @@ def test_rounds_between_prompts(
     batcher.submit(**prompts([3]), **GREEDY).result(timeout=60)
     batcher.close()
     assert held == running
+    assert sizes == [32] * (known + 1) + [8] * 3  # larger where nobody waits
 
 
 def test_requests_that_are_cancelled_make_room_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
