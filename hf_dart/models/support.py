@@ -15,7 +15,10 @@ from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_entries
 
 _LAYERS = (*stock_layers.SIMPLE_LAYERS, stock_layers.DummyLayer, stock_layers.LinearAttentionLayer)
 # Kinds of decoders that are too rare to be worth their code, and why they take no tree.
-_FAMILIES = {"recurrent_gemma": "keeps running states in its modules, from which rejected drafts cannot be taken back"}
+_FAMILIES = {
+    "glm_image_text": "gives its tokens places in an image, which drafts do not follow",
+    "recurrent_gemma": "keeps running states in its modules, from which rejected drafts cannot be taken back",
+}
 # Dropout rates of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
 _OTHER_HEADS = ("classifier", "summary")
 
