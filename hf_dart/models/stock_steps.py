@@ -92,12 +92,12 @@ def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: l
 
 def extra_inputs(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
     """Return the keyword arguments of a forward that say more than text: images, sounds, and marks of their tokens."""
-    multimodal = _is_multimodal(target)
+    # Multimodal models ignore blank marks, but for PaliGemma, whose prefix they are; models of text have embeddings.
+    ignores_blank = _is_multimodal(target) and target.config.model_type != "paligemma"
 
     def says_nothing(name: str, value: Any) -> bool:
         if isinstance(value, Tensor):
-            # Multimodal models ignore blank marks; models of text have embeddings for them.
-            return multimodal and name in _MARKS and not bool(value.any())
+            return ignores_blank and name in _MARKS and not bool(value.any())
         return value is None or (isinstance(value, dict) and not value)
 
     return [name for name, value in inputs.items() if name not in _STEP and not says_nothing(name, value)]

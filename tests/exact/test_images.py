@@ -18,12 +18,13 @@ from support.families import needs_running_states
 from support.modules import with_module
 from support.multimodal import MULTIMODAL, TEXT, after_images, image_inputs, multimodal_target
 from support.sentences import refused
-from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from surveys.small import build
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
 
-from hf_dart import Batcher, LanguageModelDrafter, MtpDrafter, attach
+from hf_dart import Batcher, LanguageModelDrafter, LookupDrafter, MtpDrafter, attach
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.serve import batcher as batcher_module
 from hf_dart.serve import prefixes as prefixes_module
@@ -70,6 +71,15 @@ def test_requests_at_once(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
         handles = [batcher.submit(**inputs, seed=number, **told) for number, inputs in enumerate(asked)]
         for handle, wanted in zip(handles, stock, strict=True):
             same(Run(handle.result(), wanted.state), wanted)
+
+
+def test_a_prefix_that_blank_marks_name_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PaliGemma's tokens of type 0 see each other, those of text too."""
+    monkeypatch.setattr(batcher_module, "PIECE", 16)
+    target, ids = build("PaliGemmaForConditionalGeneration", "sdpa"), prompts([64])["input_ids"]
+    told = {"input_ids": ids, "token_type_ids": torch.zeros_like(ids), **GREEDY}
+    with Batcher(target, drafter=LookupDrafter()) as batcher:
+        assert torch.equal(batcher.submit(**told).result(), target.generate(**told))
 
 
 @pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=_stock_can), "gemma3"])
