@@ -17,6 +17,7 @@ _LAYERS = (*stock_layers.SIMPLE_LAYERS, stock_layers.DummyLayer, stock_layers.Li
 # Kinds of decoders that are too rare to be worth their code, and why they take no tree.
 _FAMILIES = {
     "glm_image_text": "gives its tokens places in an image, which drafts do not follow",
+    "moshi": "has windows in its cache alone, which its masks do not know",
     "recurrent_gemma": "keeps running states in its modules, from which rejected drafts cannot be taken back",
 }
 # Dropout rates of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".

@@ -54,6 +54,7 @@ _OTHERWISE = "computes something else for a token tree than stock does token by 
         ("RwkvForCausalLM", "uses a DynamicCache that holds neither keys and values nor running states"),
         pytest.param("InklingForCausalLM", _OTHERWISE, marks=needs_running_states),
         ("Kosmos2_5ForConditionalGeneration", _OTHERWISE),  # a token's position depends on its id
+        ("MoshiForCausalLM", "has windows in its cache alone"),
         ("GlmImageForConditionalGeneration", "gives its tokens places in an image"),
         ("XLNetLMHeadModel", "(cannot run plain text over|uses) a DynamicCache"),  # names a position table of -1
     ],
