@@ -243,6 +243,8 @@ def _run_drafted(
     with _refusals(optional):
         if kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None:
             raise ValueError("assistant= excludes assistant_model= and custom_generate=; give one of them.")
+        if (mode := kwargs.get("generation_mode", "text")) != "text":  # Janus
+            raise ValueError(f"generation_mode={mode!r} writes no text to draft; leave it or assistant= out.")
         if kwargs.get("cache_implementation") == "paged":
             raise ValueError(
                 "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= "

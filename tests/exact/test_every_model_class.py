@@ -103,6 +103,15 @@ def test_what_does_not_generate_is_told_when_attaching() -> None:
         model.__class__ = type("OwnLoop", (type(model),), {"_sample": lambda *args, **kwargs: None})
 
 
+def test_images_that_a_default_drafter_leaves_to_stock() -> None:
+    model, told = build("JanusForConditionalGeneration", "sdpa"), {"generation_mode": "image", "do_sample": False}
+    model.generation_config.generation_kwargs = {"boi_token_id": 2}
+    stock = model.generate(**prompts([9]), **told)
+    attach(model, LookupDrafter())
+    with pytest.warns(UserWarning, match="runs without drafts: .*generation_mode='image'"):
+        assert torch.equal(model.generate(**prompts([9]), **told), stock)
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", CLASSES)
 def test_a_class(name: str) -> None:
