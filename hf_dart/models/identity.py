@@ -57,7 +57,7 @@ def _code_of(function: Any) -> Any:
 
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Put back the buffers and attributes of all modules that the block has replaced, added or written into.
+    """Put back the buffers, attributes and parts of all modules that the block has replaced, added or written into.
 
     Rotary frequencies, for one, may follow the longest text that a model was ever run on. Buffers that are saved with
     the weights are put back where they were replaced, and not copied. Forwards of instances stay: other threads put
@@ -66,7 +66,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     weights (compressed-tensors does), and is not to be undone by half.
     """
     parts = list(model.modules())
-    held = [(members, dict(members)) for part in parts for members in (vars(part), part._buffers)]
+    held = [(members, dict(members)) for part in parts for members in (vars(part), part._buffers, part._modules)]
     weights = [(part._parameters, dict(part._parameters)) for part in parts]
     copies = [
         (buffer, buffer.clone())

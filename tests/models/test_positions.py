@@ -12,7 +12,7 @@ from support.compare import assert_identical
 from support.multimodal import multimodal_target
 from support.tiny import prompts, tiny_head, tiny_target
 from torch import nn
-from transformers import DynamicCache, MaxLengthCriteria, StoppingCriteriaList
+from transformers import BigBirdConfig, BigBirdForCausalLM, DynamicCache, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dart import LookupDrafter, attach
 from hf_dart.models.identity import as_before
@@ -46,6 +46,17 @@ def test_hidden_states_that_another_thread_asked_for_meanwhile() -> None:
     with as_before(target):
         count = len(target(**ids, output_hidden_states=True).hidden_states)
     assert len(target(**ids, output_hidden_states=True).hidden_states) == count == 1 + len(target.model.layers)
+
+
+def test_modules_that_a_short_text_replaces() -> None:
+    """BigBird's sparse attention gives way to another module for good."""
+    sizes = {"vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "block_size": 4}
+    target = BigBirdForCausalLM(BigBirdConfig(**sizes, is_decoder=True)).eval()
+    parts = list(target.modules())
+    with as_before(target):
+        target(**prompts([12]))
+        assert list(target.modules()) != parts
+    assert list(target.modules()) == parts
 
 
 @pytest.mark.parametrize("unpacks", [False, True])
