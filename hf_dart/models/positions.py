@@ -31,7 +31,8 @@ def position_limit(target: PreTrainedModel) -> int:
     moving = moving_rotary(target)
     if moving is not None:
         return moving[0] - 1
-    table = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text = target.config.get_text_config(decoder=True)
+    table = getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)  # Whisper
     # XLNet gives -1, which means no limit.
     return int(table) - 1 if table and table > 0 else sys.maxsize
 

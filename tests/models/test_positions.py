@@ -11,6 +11,7 @@ import torch
 from support.compare import assert_identical
 from support.multimodal import multimodal_target
 from support.tiny import prompts, tiny_head, tiny_target
+from surveys.small import build
 from torch import nn
 from transformers import BigBirdConfig, BigBirdForCausalLM, DynamicCache, MaxLengthCriteria, StoppingCriteriaList
 
@@ -92,6 +93,13 @@ def test_frequencies_are_as_before_the_trial(rope: dict[str, Any], unpacks: bool
     if rope is LONGROPE:
         ours = fresh.generate(**prompts([21]), max_length=45, **GREEDY, assistant=LookupDrafter())
         assert torch.equal(ours, stock)
+
+
+def test_a_text_that_ends_at_the_end_of_a_decoders_table() -> None:
+    """Whisper's is of "max_target_positions"."""
+    target, inputs = build("WhisperForCausalLM", "sdpa"), prompts([248], seed=2)
+    end = target.generate(**inputs, **GREEDY, max_length=256)[0, -1:].tolist()
+    assert_identical(target, tiny_head(target), inputs, **GREEDY, max_length=300, eos_token_id=end)
 
 
 def test_crossings_are_refused() -> None:
