@@ -16,7 +16,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import output_capturing
 
 from hf_dart.cache.states import StatefulCache
-from hf_dart.cache.stock_layers import attention_places, keeps_states, window_of
+from hf_dart.cache.stock_layers import attention_places, window_of
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention, added_mask
 from hf_dart.models.devices import device_of, users_default
@@ -210,9 +210,8 @@ def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
     layer_types = _layer_types(target)
     kinds: dict[str, MaskKind] = {}
     for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):
-        name = "full_attention" if window is None else "sliding_attention"
-        if layer_types and not keeps_states(prefilled.layers[index]):  # "hybrid" names no mask
-            name = layer_types[index]
+        plain = "full_attention" if window is None else "sliding_attention"
+        name = layer_types[index] if layer_types else plain
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())
 

@@ -52,7 +52,7 @@ _OTHERWISE = "computes something else for a token tree than stock does token by 
         ("BltForCausalLM", "uses a EncoderDecoderCache that holds neither"),
         ("xLSTMForCausalLM", "cannot run plain text over a DynamicCache"),
         ("RwkvForCausalLM", "uses a DynamicCache that holds neither keys and values nor running states"),
-        pytest.param("InklingForCausalLM", _OTHERWISE, marks=needs_running_states),
+        pytest.param("InklingForCausalLM", "cannot run a token tree", marks=needs_running_states),
         ("Kosmos2_5ForConditionalGeneration", _OTHERWISE),  # a token's position depends on its id
         ("MoshiForCausalLM", "has windows in its cache alone"),
         ("GlmImageForConditionalGeneration", "gives its tokens places in an image"),

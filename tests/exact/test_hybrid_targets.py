@@ -33,7 +33,7 @@ EXACT = tally("float64, tiny targets with running states")
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba", "mamba2"]
 
 
-@pytest.mark.parametrize("family", sampled(HYBRIDS, *SAMPLE))
+@pytest.mark.parametrize("family", [*sampled(HYBRIDS, *SAMPLE), "zaya_sw"])
 def test_families(family: str) -> None:
     """Tokens, and all that a call returns."""
     target = attach(tiny_target(family))

@@ -209,7 +209,10 @@ ROUNDS_INSIDE = {"kimi_linear", "bailing_hybrid"}
 """Whose rule is summed in fp32 whatever the dtype: stock's own float64 rows differ by 1e-6 with how many there are."""
 FORGETS_STATES = {"jamba", "zamba"}
 """Where stock goes on wrongly when several tokens come after a cached text: it drops a state."""
-OTHERS = {"mimo_v2": _rotary("mimo_v2_flash", _ROUTED, head_dim=8, v_head_dim=8, sliding_window=WINDOW)}
+OTHERS = {
+    "mimo_v2": _rotary("mimo_v2_flash", _ROUTED, head_dim=8, v_head_dim=8, sliding_window=WINDOW),
+    "zaya_sw": _rotary("zaya", _EXPERTS, _SLIDING, num_experts_per_tok=1, layer_types=["hybrid", "hybrid_sliding"]),
+}
 """Those of tests of their own alone."""
 WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2", "mimo_v2"}
 """Those that know no attention implementation but "eager"."""
