@@ -135,7 +135,7 @@ def test_text_that_has_to_be_named(tokenizer: Any, monkeypatch: pytest.MonkeyPat
     refused(lambda: suites.open_suite("spec-bench", tokenizer, 2), UserError, "name its file, as --suite spec-bench=")
     refused(lambda: suites.open_suite("gsm8k=", tokenizer, 2), UserError, "names no file")
     monkeypatch.setattr(suites, "find_spec", lambda name: None)  # pytest is not installed
-    refused(lambda: suites.texts(), UserError, "name files with --text")
+    refused(lambda: suites.texts(), UserError, "give --text FILES")
 
 
 def test_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
