@@ -58,12 +58,12 @@ class Run:
 
 def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int = 0) -> Run:
     """Seed, call `model.generate(**inputs, **options)`, and time it."""
-    device = inputs["input_ids"].device
+    device, drafter = inputs["input_ids"].device, options.get("assistant")
+    asked = options if drafter is None else {"memory": None, **options}  # nothing of an earlier run
     torch.manual_seed(seed)
     began = processor_time()
-    seconds, sequences = timed(device, lambda: model.generate(**inputs, **options))
+    seconds, sequences = timed(device, lambda: model.generate(**inputs, **asked))
     processor_seconds = processor_time() - began
-    drafter = options.get("assistant")
     stats = None if drafter is None else drafter.last_stats
     return Run(model, inputs, options, seed, sequences, seconds, processor_seconds, generator_state(device), stats)
 

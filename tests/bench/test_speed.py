@@ -23,6 +23,7 @@ from hf_dart.hub.tables import OURS, as_table, by_category, labels
 
 DRAFTERS = {OURS, f"{OURS}, chain", f"{OURS}, copies alone", f"{OURS}, eagle", f"{OURS}, mine"}
 MODES = ("greedy", "sampled, T=1")
+GREEDY = speed.MODES["greedy"]
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +111,16 @@ def test_only_work_is_counted_on_one_thread(threads: int, monkeypatch: pytest.Mo
     mode = {"greedy": {"do_sample": False, "stopping_criteria": [Waiting()]}}
     for one in speed.measure(load_pair(), [[1, 2, 3]], settings, {OURS: {"assistant": LookupDrafter()}}, mode):
         assert (sum(one.seconds) > 0.6) == (threads == 2)
+
+
+def test_repeats_draft_from_nothing_of_earlier_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not from the memory of "auto" either, where no drafter is known."""
+    monkeypatch.setattr("hf_dart.decoding.load_drafter.published_drafters", lambda config: ("", []))
+    pair = load_pair(str(PACKAGED_TARGET), "auto")
+    settings = speed.Settings(1, new_tokens=8, repeats=2)
+    (_, ours) = speed.measure(pair, [[1, 2, 3] * 4], settings, {OURS: {"assistant": pair.head}}, {"greedy": GREEDY})
+    assert ours.stats.rounds
+    assert pair.model.generate.memory.store.tokens == 0
 
 
 def test_tables_of_one_bench_and_of_two(
