@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
@@ -176,7 +176,7 @@ KINDS: dict[str, tuple[Callable[[], Iterator[str]], list[str]]] = {
 # ---- the runs ----------------------------------------------------------------------------------------------
 
 
-def measured(pair: Pair, kind: str, settings: speed.Settings, drafters: Sequence[Any]) -> list[dict[str, Any]]:
+def measured(pair: Pair, kind: str, settings: speed.Settings, drafters: dict[str, Any]) -> list[dict[str, Any]]:
     """Stock, its prompt lookup, copies, the head and other drafters in turn on the prompts of one kind."""
     prompts, stop_strings = KINDS[kind]
     encoded = [pair.tokenizer(text)["input_ids"] for text in islice(prompts(), settings.prompts)]
@@ -221,13 +221,12 @@ def main() -> int:
         torch.set_num_threads(given.threads)
     pair = load_pair(str(given.model), given.head, given.dtype)  # with no head: drafted for by copied text
     about = report.circumstances(pair, settings, ", ".join(given.kinds), sys.argv)
-    drafters = []
+    drafters = {}
     if given.untrained:
-        drafters.append(DartHead.from_target(pair.model, tokenizer=pair.tokenizer).eval())
-        drafters[0].name_or_path = "an untrained head"
+        drafters["an untrained head"] = DartHead.from_target(pair.model, tokenizer=pair.tokenizer).eval()
     for nodes in given.nodes:
-        drafters.append(copy.deepcopy(pair.head))
-        drafters[-1].tree_config, drafters[-1].name_or_path = TreeConfig(nodes=nodes), f"trees of {nodes} nodes"
+        drafters[f"trees of {nodes} nodes"] = head = copy.deepcopy(pair.head)
+        head.tree_config = TreeConfig(nodes=nodes)
     found: list[dict[str, Any]] = []
     for kind in given.kinds:
         found += measured(pair, kind, settings, drafters)

@@ -23,7 +23,10 @@ _LOOKUP_TOKENS = 10
 
 
 def methods(
-    pair: Pair, names: Sequence[str] = ("lookup", "tree"), assistant_model: Any = None, drafters: Sequence[Any] = ()
+    pair: Pair,
+    names: Sequence[str] = ("lookup", "tree"),
+    assistant_model: Any = None,
+    drafters: dict[str, Any] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Options of `generate` by method, stock's own first.
 
@@ -32,7 +35,7 @@ def methods(
             targets with running states, for which stock has none), "copies" (our `LookupDrafter`), "chain", "tree", the
             head as it comes, and "engine", the same in compiled rounds.
         assistant_model: a small causal LM for stock's assisted decoding.
-        drafters: more drafters of ours for the target, each with its own tree.
+        drafters: more drafters of ours for the target by their paths, each with its own tree.
     """
     head = pair.head
     found: dict[str, dict[str, Any]] = {STOCK: {}}
@@ -58,9 +61,9 @@ def methods(
         captured = copy.deepcopy(head)
         compile(pair.model, captured)
         found[ENGINE] = {"assistant": captured}
-    for drafter in drafters:
-        name = f"{OURS}, {shown_name(drafter.name_or_path)}"
-        found[f"{OURS}, {drafter.name_or_path}" if name in found else name] = {"assistant": drafter}
+    for path, drafter in (drafters or {}).items():
+        name = f"{OURS}, {shown_name(path)}"
+        found[f"{OURS}, {path}" if name in found else name] = {"assistant": drafter}
     return found
 
 

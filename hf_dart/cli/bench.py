@@ -127,7 +127,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if path is not None:
         with as_user_error(Exception, about=f"Cannot load the assistant model {path!r}"):  # as in load_target
             small = AutoModelForCausalLM.from_pretrained(path, dtype=pair.model.dtype).to(pair.model.device).eval()
-    drafters = [load_head(path, pair.model, pair.tokenizer) for path in arguments.drafters]
+    drafters = {path: load_head(path, pair.model, pair.tokenizer) for path in arguments.drafters}
     rivals = arguments.rivals or ("lookup", *(["copies"] if arguments.suite else []), "tree")
     methods = baselines.methods(pair, rivals, small, drafters)
     content = report.circumstances(pair, settings, "", ["hf-dart", *arguments.words])

@@ -15,6 +15,7 @@ from support.sentences import assert_command_says
 from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.users import letters
 
+from hf_dart.bench.pair import shown_name
 from hf_dart.cli import main
 
 OURS = {"dart": tiny_head, "eagle": tiny_eagle_drafter, "diffusion": tiny_diffusion_drafter}
@@ -52,10 +53,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 def runs(given: list[str], text: Path, page: Path) -> None:
     """What drafts only."""
-    short = ["--max-new-tokens", "6", "abcabc"]
+    short, modes = ["--max-new-tokens", "6", "abcabc"], ["--modes", "greedy", "--drafter", given[-1]]
     assert main(["generate", *given, "--stats", *short]) == 0
-    assert main(["bench", *given, "--smoke", "--text", str(text), "--modes", "greedy", "--json", f"{page}.json"]) == 0
-    assert json.loads(Path(f"{page}.json").read_text())["text"] == text.name
+    assert main(["bench", *given, "--smoke", "--text", str(text), *modes, "--json", f"{page}.json"]) == 0
+    bench = json.loads(Path(f"{page}.json").read_text())
+    assert bench["text"] == text.name
+    assert f"hf_dart, {shown_name(given[-1])}" in {one["method"] for one in bench["results"]}
     assert main(["audit", *given, "--new-tokens", "6", "abcdabc"]) == 0
     assert main(["view", *given, *short, "--output", str(page)]) == 0
     assert "<html" in page.read_text()
