@@ -153,7 +153,7 @@ def main() -> None:
     content = {
         **report.circumstances(pair, settings, "pytest's source", command),
         "results": report.results(measurements),
-        "drafters": baselines.parameters(measured),
+        "drafters": baselines.parameters(pair, measured),
         "training": trained,
         "costs": {kind: {str(depth): one._asdict() for depth, one in found.items()} for kind, found in costs.items()},
     }

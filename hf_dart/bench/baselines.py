@@ -6,7 +6,6 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from torch import nn
 from transformers import CompileConfig
 
 from hf_dart.bench.pair import Pair, shown_name
@@ -74,8 +73,8 @@ def takes(options: dict[str, Any], batch: int, mode: dict[str, Any]) -> bool:
     return batch == 1 or "assistant_model" not in options
 
 
-def parameters(methods: dict[str, dict[str, Any]]) -> dict[str, int]:
+def parameters(pair: Pair, methods: dict[str, dict[str, Any]]) -> dict[str, int]:
     """Count the parameters that each method adds to the target's."""
     models = {name: options.get("assistant", options.get("assistant_model")) for name, options in methods.items()}
-    found = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
-    return {name: sum(weight.numel() for weight in model.parameters()) for name, model in found.items()}
+    found = {name: pair.added_parameters(model) for name, model in models.items() if model is not None}
+    return {name: count for name, count in found.items() if count}

@@ -18,12 +18,13 @@ class Pair(NamedTuple):
     target_name: str
     head_name: str
 
-    @property
-    def head_parameters(self) -> int:
-        """Number of weights that the head adds; copied text needs none."""
+    def added_parameters(self, drafter: Any) -> int:
+        """Return the number of weights that a drafter adds to the target's; copied text needs none."""
         from torch import nn
 
-        return sum(p.numel() for p in self.head.parameters()) if isinstance(self.head, nn.Module) else 0
+        shared, parts = {*self.model.parameters()}, (drafter, *vars(drafter).values())
+        own = next((part for part in parts if isinstance(part, nn.Module)), nn.Module())
+        return sum(weight.numel() for weight in own.parameters() if weight not in shared)
 
 
 def load_pair(

@@ -28,7 +28,7 @@ def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) 
         "target": pair.target_name,
         "target_parameters": sum(p.numel() for p in pair.model.parameters()),
         "head": pair.head_name,
-        "head_parameters": pair.head_parameters,
+        "head_parameters": pair.added_parameters(pair.head),
         "chat_template": template_hash(template) if isinstance(template, str) else None,
         "template_flags": thinking_of(pair),
         "text": text,

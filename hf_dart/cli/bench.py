@@ -133,7 +133,7 @@ def _run(arguments: argparse.Namespace) -> int:
     content = report.circumstances(pair, settings, "", ["hf-dart", *arguments.words])
     if arguments.thinking is not None:
         content["template_flags"] = {"enable_thinking": arguments.thinking}
-    content = _begun(arguments.json, content | {"drafters": baselines.parameters(methods), "results": []})
+    content = _begun(arguments.json, content | {"drafters": baselines.parameters(pair, methods), "results": []})
     firsts = (tables.STOCK, next(iter(wanted)), settings.batches[0])  # of which each text has one result
     measured = [one["text"] for one in content["results"] if (one["method"], one["mode"], one["batch"]) == firsts]
     for text, prompts in _prompts(arguments, pair, settings, content["template_flags"]):

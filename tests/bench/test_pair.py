@@ -38,7 +38,7 @@ def test_the_packaged_pair(target: str | None, head: str | None) -> None:
 def test_a_target_without_a_head_drafts_copied_text(capsys: pytest.CaptureFixture[str]) -> None:
     pair = load_pair(TARGET)
     assert isinstance(pair.head, LookupDrafter)
-    assert pair.head_parameters == 0
+    assert pair.added_parameters(pair.head) == 0
     words = ["--target", TARGET, "import os\nimport os\nimport os\n", "--max-new-tokens", "24"]
     assert main(["generate", *words, "--stats"]) == 0
     drafted = capsys.readouterr()

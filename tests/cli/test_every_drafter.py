@@ -51,17 +51,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     return model, folder
 
 
-def runs(given: list[str], text: Path, page: Path) -> None:
-    """What drafts only."""
+def runs(given: list[str], text: Path, page: Path) -> int:
+    """What drafts only; return how many parameters the drafter adds."""
     short, modes = ["--max-new-tokens", "6", "abcabc"], ["--modes", "greedy", "--drafter", given[-1]]
     assert main(["generate", *given, "--stats", *short]) == 0
     assert main(["bench", *given, "--smoke", "--text", str(text), *modes, "--json", f"{page}.json"]) == 0
     bench = json.loads(Path(f"{page}.json").read_text())
     assert bench["text"] == text.name
-    assert f"hf_dart, {shown_name(given[-1])}" in {one["method"] for one in bench["results"]}
+    name = f"hf_dart, {shown_name(given[-1])}"
+    assert name in {one["method"] for one in bench["results"]}
+    assert bench["drafters"][name] == bench["head_parameters"]
     assert main(["audit", *given, "--new-tokens", "6", "abcdabc"]) == 0
     assert main(["view", *given, *short, "--output", str(page)]) == 0
     assert "<html" in page.read_text()
+    return int(bench["head_parameters"])
 
 
 @pytest.mark.parametrize(
@@ -77,10 +80,11 @@ def test_commands(target: tuple[Any, Path], tmp_path: Path, name: str, capsys: p
     head.mkdir()
     save(name, head, model)
     (head / "README.md").write_text("---\nlicense: mit\n---\n")
-    runs(["--target", str(folder), "--head", str(head)], folder / "text.txt", tmp_path / "page.html")
+    added = runs(["--target", str(folder), "--head", str(head)], folder / "text.txt", tmp_path / "page.html")
     convert = ["convert", str(head), str(tmp_path / "ours"), "--to", "dart", "--target", str(folder)]
     assert "drafts accepted" in capsys.readouterr().err
     if name == LANGUAGE_MODEL:
+        assert added == tiny_target("qwen3", num_hidden_layers=1).num_parameters()
         assert_command_says(convert, "which that format has no place for", capsys)
         return
     assert main(convert) == 0
@@ -94,10 +98,11 @@ def test_commands(target: tuple[Any, Path], tmp_path: Path, name: str, capsys: p
 
 def test_commands_of_the_targets_own_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "target"
-    with_module("qwen3_next", folder, torch.float32)
+    _, weights = with_module("qwen3_next", folder, torch.float32)
     alphabet().save_pretrained(folder)
     (folder / "text.txt").write_text("abcd" * 40)
-    runs(["--target", str(folder), "--head", str(folder)], folder / "text.txt", tmp_path / "page.html")
+    added = runs(["--target", str(folder), "--head", str(folder)], folder / "text.txt", tmp_path / "page.html")
+    assert added == sum(weight.numel() for weight in weights.values()), "without the target's"
     assert main(["convert", str(folder), str(tmp_path / "out"), "--to", "dart", "--target", str(folder)]) == 2
     assert "is a MtpDrafter, which that format has no place for" in capsys.readouterr().err
     assert main(["push", str(folder), "me/head", "--dry-run", str(tmp_path / "pushed")]) == 2
