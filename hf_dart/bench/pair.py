@@ -73,6 +73,8 @@ def target_of(head: str | None) -> str:
 
     if head in (None, PACKAGED) or Path(head).resolve() == PACKAGED_HEAD.resolve():
         return PACKAGED
+    if head == "auto":
+        raise UserError("--head auto is the drafter known for a target; give --target, too.")
     with as_user_error(about=f"Cannot load the head {head!r}"):
         config, recipe = head_config(head)[0], (optional_json(head, TRAINING_RECORD) or {}).get("recipe")
         of_run = Path(head).parent / "recipe.yaml"  # names a local folder by its full path

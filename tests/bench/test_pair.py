@@ -65,6 +65,10 @@ def test_a_head_alone_brings_the_target_of_its_training(tmp_path: Path) -> None:
     assert (pair.target_name, pair.head_name) == ("demo_pair model", "head")
 
 
+def test_the_target_of_auto_is_asked_for() -> None:
+    refused(lambda: load_pair(None, "auto"), UserError, r"^--head auto is .* known for a target; give --target, too\.$")
+
+
 @pytest.mark.parametrize("recipe", [None, {"target": "/nowhere"}, {"target": 3}])
 def test_a_target_that_is_not_known_is_asked_for(recipe: object, tmp_path: Path) -> None:
     head = trained(tmp_path / "head", recipe)
