@@ -14,7 +14,7 @@ from hf_dart.errors import as_user_error
 
 _MODES = ("greedy", "penalty", "sampled", "sampled-0.7", "top-p")
 _METHODS = ("compiled", "lookup", "chain", "tree", "engine", "copies")
-_SMOKE = {"prompts": 2, "new_tokens": 12, "repeats": 2, "batches": (1, 2)}
+_SMOKE = {"prompts": 2, "new_tokens": 12, "repeats": 2}
 _PROMPT_TOKENS, _SMOKE_TOKENS = 96, 24
 
 
@@ -119,7 +119,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
     asked = common.given(arguments, ("prompts", "new_tokens", "repeats", "batches"))
     with as_user_error(ValueError):
-        settings = speed.Settings(**{**(_SMOKE if arguments.smoke else {}), **asked})
+        smoke = {**_SMOKE, "batches": (1, 2)[: asked.get("prompts", 2)]} if arguments.smoke else {}
+        settings = speed.Settings(**{**smoke, **asked})
     modes = dict(zip(_MODES, speed.MODES.items(), strict=True))
     wanted = dict(modes[name] for name in arguments.modes or _MODES)
     pair = common.load(arguments)

@@ -123,6 +123,10 @@ def test_repeats_draft_from_nothing_of_earlier_ones(monkeypatch: pytest.MonkeyPa
     assert pair.model.generate.memory.store.tokens == 0
 
 
+def test_a_smoke_bench_of_one_prompt() -> None:
+    assert main(["bench", "--smoke", "--prompts", "1", "--modes", "greedy", "--rivals", "tree"]) == 0
+
+
 def test_tables_of_one_bench_and_of_two(
     report: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
