@@ -193,6 +193,7 @@ def _of_threads(pair: Pair, prompts: list[list[int]], new_tokens: int) -> list[t
     """Time drafted calls with other numbers of threads; return what each gains, and how to set it."""
     now, cores = torch.get_num_threads(), _cores()
     options = {**speed.MODES["greedy"], "max_new_tokens": new_tokens, "assistant": pair.head}
+    options["tokenizer"] = pair.tokenizer
     inputs = [speed.pad_left([ids], speed.pad_token(pair), pair.model.device) for ids in prompts]
     spent = dict.fromkeys((now, 1, max(cores // 2, 1), cores), float("inf"))
     try:

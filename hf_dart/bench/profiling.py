@@ -61,7 +61,7 @@ def measure(
 
     endless = copy.deepcopy(pair.model.generation_config)
     endless.do_sample, endless.eos_token_id = False, None
-    mode = {"generation_config": endless, "do_sample": False}
+    mode = {"generation_config": endless, "do_sample": False, "tokenizer": pair.tokenizer}
     settings = speed.Settings(1, context, rounds + 1, repeats, batches=(1,))
     methods = {name: {"assistant": head, "tree_config": tree} for name, tree in trees.items()}
     measured = speed.measure(pair, [prompt], settings, methods, {"greedy": mode}, quiet)

@@ -149,6 +149,7 @@ def measure(
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(device)
         options = {**modes[one.mode], **drafting[one.method], "max_new_tokens": new_tokens}
+        options["tokenizer"] = pair.tokenizer  # for stop_strings of the target's generation_config
         done = run(pair.model, inputs, options, settings.seed)
         if timed is not None:
             one.runs[timed].append(done)
@@ -166,7 +167,7 @@ def measure(
 
 def answer(pair: Pair, prompt: list[int], new_tokens: int) -> list[int]:
     """Return the target's own greedy answer to a prompt, which the head drafts."""
-    options = {**MODES["greedy"], "max_new_tokens": new_tokens, "assistant": pair.head}
+    options = {**MODES["greedy"], "max_new_tokens": new_tokens, "assistant": pair.head, "tokenizer": pair.tokenizer}
     return run(pair.model, pad_left([prompt], pad_token(pair), pair.model.device), options).texts[0]
 
 

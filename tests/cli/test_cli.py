@@ -22,6 +22,7 @@ from support.tiny import tiny_target
 from support.tiny_training import largest_file
 from transformers import LlamaConfig, Qwen3NextConfig, T5Config
 
+from hf_dart.bench import examining, profiling, speed
 from hf_dart.bench.exact import Difference, Run, differences
 from hf_dart.bench.pair import load_pair
 from hf_dart.cli import demo_learning, main
@@ -89,6 +90,13 @@ def test_generate_of_targets_that_stop_at_strings(tmp_path: Path, capsys: pytest
     assert main([*words, "--stock"]) == 0
     assert capsys.readouterr().out == drafted
     assert drafted.rstrip("\n").endswith("(")
+    pair = load_pair(str(tmp_path / "target"), HEAD, "float32")
+    prompt = pair.tokenizer(PROMPT)["input_ids"]
+    assert pair.tokenizer.decode(speed.answer(pair, prompt, 24)).endswith("(")
+    (stock,) = speed.measure(pair, [prompt], speed.Settings(1, repeats=1), {}, {"greedy": speed.MODES["greedy"]})
+    assert pair.tokenizer.decode(stock.written[0]).endswith("(")
+    assert profiling.measure(pair, context=6, rounds=2, repeats=1, sizes=(1, 4)).token_ms >= 0
+    assert examining._of_threads(pair, [prompt], 4) or examining._cores() == 1
 
 
 def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -123,6 +123,12 @@ def test_shards_together_hold_the_rows_of_one_process(tmp_path: Path, texts: Any
     assert len(load_rows(read, TOKENIZER, 3)[0]) > 0  # the folder is training data as it is
 
 
+def test_targets_that_stop_at_strings(tmp_path: Path, texts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = records_in(run(tmp_path / "long", texts))[0]["input_ids"]
+    monkeypatch.setattr(MODEL.generation_config, "stop_strings", [TOKENIZER.decode(ids[-3])])
+    assert records_in(run(tmp_path / "short", texts))[0]["new_tokens"] < SETTINGS.new_tokens - 1
+
+
 def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
     tool = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "1"}]
     conversations = [

@@ -70,12 +70,12 @@ class Writer:
                 return None
         else:
             prompt = row.content[:prefix]
-            new = self._continued(prompt, settings.length - prefix, settings.mixture[way], seed)
+            new = self._continued(prompt, settings.length - prefix, settings.mixture[way], seed, row.encoder.tokenizer)
             text = row.encoder.tokenizer.decode([*prompt, *new], skip_special_tokens=True)
             record = {"text": text, "input_ids": [*prompt, *new], "prompt_tokens": len(prompt), "new_tokens": len(new)}
         return {**record, "row": row.number, "sampling": way}
 
-    def _continued(self, prompt: list[int], room: int, sampling: Sampling, seed: int) -> list[int]:
+    def _continued(self, prompt: list[int], room: int, sampling: Sampling, seed: int, tokenizer: Any) -> list[int]:
         """Return the token ids that the target writes after a prompt, an end token included where it writes one."""
         config = GenerationConfig(
             max_new_tokens=min(room, self.settings.new_tokens),
@@ -83,7 +83,7 @@ class Writer:
             pad_token_id=min(self.ends, default=0),
             **sampling.for_generate(),
         )
-        output = self.batcher.submit(prompt, config, seed=seed, memory=self.memory).result()
+        output = self.batcher.submit(prompt, config, seed=seed, memory=self.memory, tokenizer=tokenizer).result()
         return output[0, len(prompt) :].tolist()
 
     def _rewritten(self, row: Row, sampling: Sampling, seed: int) -> dict[str, Any] | None:
@@ -105,7 +105,7 @@ class Writer:
             prompt = encoder.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             if len(prompt) >= self.settings.length:
                 break
-            new = self._continued(prompt, self.settings.new_tokens, sampling, seed + turn)
+            new = self._continued(prompt, self.settings.new_tokens, sampling, seed + turn, encoder.tokenizer)
             history.append(as_message(encoder.tokenizer, self.ends, prompt, new))
             kept, tokens = len(history), tokens + len(new)
             if new[-1] not in self.ends:
