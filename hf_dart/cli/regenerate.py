@@ -10,7 +10,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from hf_dart.bench.pair import load_head
+from hf_dart.bench.pair import load_head, shown_name, target_of
 from hf_dart.cli import common
 from hf_dart.errors import as_user_error
 from hf_dart.hub.loading import load_target, load_tokenizer
@@ -66,7 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
     rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     part, parts = arguments.shard or (rank + 1, processes)
     common.set_threads(arguments.threads)
-    tokenizer = load_tokenizer(arguments.target)
+    target = arguments.target or target_of(arguments.head)
+    tokenizer = load_tokenizer(target)
 
     from hf_dart.hub.download import cached_commit
     from hf_dart.hub.machine import versions
@@ -88,14 +89,13 @@ def _run(arguments: argparse.Namespace) -> int:
         fields = common.given(arguments, ("text_field", "messages_field", "streaming", "cache_dir", "chat_template"))
         data = DataArguments(train_data=arguments.data, enable_thinking=arguments.thinking, train_on="all", **fields)
         sources = open_sources(data, tokenizer, arguments.seed)
-        model, _ = load_target(arguments.target, arguments.dtype, **common.loading_options(arguments))
+        model, _ = load_target(target, arguments.dtype, **common.loading_options(arguments))
         head = None if arguments.head is None else load_head(arguments.head, model, tokenizer)
-        name = arguments.target or "packaged target"
         keep_settings(
             arguments.output,
             {
-                "target": Path(name).resolve().name if Path(name).is_dir() else name,
-                "target_revision": cached_commit(arguments.target or ""),
+                "target": Path(target).resolve().name if Path(target).is_dir() else shown_name(target, "target"),
+                "target_revision": cached_commit(target),
                 "dtype": str(model.dtype).removeprefix("torch."),
                 **common.given(arguments, ("attn_implementation", "quantization")),
                 "tokenizer": vocabulary_hash(tokenizer),

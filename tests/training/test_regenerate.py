@@ -205,6 +205,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
     words = ["regenerate", source, "--cache-dir", str(tmp_path / "cache"), "--output", str(out)]
     words += ["--length", "16", "--prefix", "4", "8", "--batch-size", "4", "--rows", "4"]
     way = ["--mixture", "0.5 temperature=1", "0.5"]
+    (tmp_path / "config.json").write_text('{"target_name": "./gone"}')  # of a head
     assert main([*words, *way, "--shard", "1/2"]) == 0
     assert re.search(r"shard 1 of 2: 1 rows, \d+ tokens, [\d.]+ a second", capsys.readouterr().err)
     assert [record["row"] for record in records_in(out)] == [0, 2]
@@ -214,6 +215,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert main([*words, *way]) == 0
     assert "shard 2 of 2: 2 rows were added to" in capsys.readouterr().err
     assert [record["row"] for record in records_in(out)] == [0, 1, 2, 3]
+    assert main([*words, *way, "--shard", "1/2", "--target", "packaged", "--head", "packaged"]) == 0
     settings = json.loads((out / "settings.json").read_text())["settings"]
     assert (settings["target"], settings["mixture"][0]["temperature"]) == ("packaged target", 1.0)
     for wrong, said in (
@@ -222,6 +224,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         (["--mixture", "1 top_p=0.5"], "give a temperature too"),
         ([*way, "--shard", "1/2", "--attn-implementation", "eager"], "attn_implementation differs"),
         (["--target", "./missing"], "There is no folder './missing'"),
+        (["--head", str(tmp_path)], "names './gone', which is not here; give --target"),
         (["--text-field", "body"], "has no field 'body', only 'text'"),
         (["--length", "8"], "prefix is 4 to 8 tokens, of rows of length 8; give two numbers from 1 to 7, the smaller"),
     ):
