@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -127,7 +128,8 @@ def compared(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return the lines of a table: its columns' names, then each row's cells."""
-    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|", *(f"| {' | '.join(cells)} |" for cells in rows)]
+    head, *body = (" | ".join(cell.replace("|", r"\|") for cell in cells) for cells in (names, *rows))
+    return [f"| {head} |", "|---" * len(names) + "|", *(f"| {line} |" for line in body)]
 
 
 def aligned(text: str) -> str:
@@ -138,7 +140,7 @@ def aligned(text: str) -> str:
         if not is_table:
             lines += group
             continue
-        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in group]
+        rows = [[one.strip().replace(r"\|", "|") for one in re.split(r"(?<!\\)\|", line.strip("|"))] for line in group]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

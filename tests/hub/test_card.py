@@ -103,8 +103,9 @@ def test_rows_that_differ_are_not_passed_over(tmp_path: Path) -> None:
 
 
 def test_columns_of_tables_are_aligned() -> None:
-    text = "\n".join(["Some `words` here.", "", *markdown(["name", "ms"], [["a b", "1.50"], ["**c**", "12.25"]])])
-    assert aligned(text).splitlines() == ["Some words here.", "", "name  ms", "---   ---", "a b   1.50", "c     12.25"]
+    text = "\n".join(["Some `words` here.", "", *markdown(["name", "ms"], [["a|b", "1.50"], ["**c**", "12.25"]])])
+    assert r"| a\|b | 1.50 |" in text
+    assert aligned(text).splitlines() == ["Some words here.", "", "name  ms", "---   ---", "a|b   1.50", "c     12.25"]
 
 
 def test_the_training_is_told_by_the_trainer(tmp_path: Path) -> None:
