@@ -99,7 +99,7 @@ def missing_folder(path: str | Path) -> bool:
 def read_text(file: str | Path, what: str = "") -> str:
     """Read the UTF-8 text of a file that a user named; `what` it is begins the message of a `UserError`."""
     try:
-        return Path(file).read_text(encoding="utf8")
+        return Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"Cannot read {what}{str(file)!r} ({sentence(error)}); give a file of UTF-8 text.") from error
 

@@ -48,7 +48,8 @@ def test_rows_of_all_kinds(tokenizer: Any, tmp_path: Path) -> None:
         {"messages": [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "class A:"}]},
         {"conversations": [{"from": who, "value": what} for who, what in turns]},
     ]
-    found = decoded(tokenizer, written(tmp_path / "mine.jsonl", *rows), 4)
+    marked = "\ufeff" + json.dumps(rows[0])  # as editors on Windows begin a file
+    found = decoded(tokenizer, written(tmp_path / "mine.jsonl", marked, *rows[1:]), 4)
     assert found == {"": ["import os", "import sys", "Be terse.\n\nclass A:", "def f(\n\nx):\n\nreturn"]}
 
 
