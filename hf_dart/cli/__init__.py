@@ -22,7 +22,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     arguments = parser().parse_args(words)
     arguments.words = words
+    second = vars(arguments).get("second")  # word of bench; argparse drops options of bench before it
     try:
+        if second and words[1] != second:
+            raise UserError(f"Options before {second} are left out; put them after it.")
         return arguments.command(arguments)
     except UserError as error:
         print(f"hf-dart: {error}", file=sys.stderr)

@@ -48,7 +48,8 @@ def add(commands: Any) -> None:
     common.json_option(parser)
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
-    more = parser.add_subparsers(metavar="serve | compare", help="servers with many clients; two benches in one table")
+    about = "servers with many clients; two benches in one table"
+    more = parser.add_subparsers(dest="second", metavar="serve | compare", help=about)
     _add_serve(more)
     compare = more.add_parser("compare", help="two benches side by side, from the files of --json")
     compare.add_argument("files", type=Path, nargs=2, metavar="FILE", help="the earlier one, and the later one")

@@ -160,6 +160,7 @@ def test_tables_of_one_bench_and_of_two(
     assert f"not measured alike: {told}" in shown
     assert shown.rstrip().endswith("rows that only one of them has: 1")
     files[1].write_text("{}", encoding="utf8")
+    assert_command_says(["bench", "--smoke", "compare", *map(str, files)], "Options before compare are", capsys)
     assert_command_says(["bench", "compare", *map(str, files)], "Give two files of hf-dart bench --json", capsys)
 
 
