@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -26,14 +27,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if second and words[1] != second:
             raise UserError(f"Options before {second} are left out; put them after it.")
-        return arguments.command(arguments)
+        code = arguments.command(arguments)
+        print(end="", flush=True)  # short output is written here
+        return code
     except UserError as error:
         print(f"hf-dart: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader closed the pipe
+        for broken in (1, 2):  # the reader closed the pipe; what is left is written at the end of the process
+            os.dup2(os.open(os.devnull, os.O_WRONLY), broken)
         return 141
 
 

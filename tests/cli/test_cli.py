@@ -212,6 +212,18 @@ def test_help_does_not_wait_for_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_a_reader_who_closes_the_pipe_hears_nothing() -> None:
+    """Of output so short that it is written at the end."""
+    read, write = os.pipe()
+    os.close(read)
+    code = "import sys, hf_dart.cli; sys.exit(hf_dart.cli.main(['info', 'packaged']))"
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, stdout=write, stderr=subprocess.PIPE, env=buffered, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
 def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "packaged"]) == 0
     told = capsys.readouterr().out
