@@ -233,6 +233,21 @@ def test_a_cache_that_is_passed_in_is_held_once(
     assert sum(states.untyped_storage().nbytes() for layer in ours.layers for states in held_by(layer)) <= whole
 
 
+@pytest.mark.parametrize("spare", [0, 256], ids=["a store of its own", "lent"])
+def test_sliding_layers_that_record_the_past(spare: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They keep the whole text, which may be cropped to what has left their window."""
+    monkeypatch.setattr(slot_cache, "SPARE", spare)
+    target = attach(tiny_target("mistral"))
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    for cache, drafting in zip(caches, ({}, {"assistant": LookupDrafter()}), strict=True):
+        cache.activate_past_recording()
+        run(target, prompts([7]), 0, **{CACHE: cache}, do_sample=False, max_new_tokens=30, **drafting)
+    assert_same_cache(caches[1], caches[0], [0])
+    for cache in caches:
+        cache.crop(-6)
+    assert_same_cache(caches[1], caches[0], [0])
+
+
 @pytest.mark.parametrize("lengths", [[7], [9, 3, 60]])
 @pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral", marks=pytest.mark.matrix)])
 def test_sliding_layers_keep_their_window(
