@@ -18,7 +18,7 @@ from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.models.stock_steps import CACHE
 
 
-@pytest.mark.parametrize("held", [0, 3, 6, 9, 14])
+@pytest.mark.parametrize("held", [0, 3, 5, 6, 9, 14])
 @pytest.mark.parametrize(("family", "make"), [
     ("gemma3", lambda config: DynamicCache(config=config)),
     ("gemma3", lambda config: StaticCache(config=config, max_cache_len=24)),
@@ -34,7 +34,7 @@ def test_updates_are_undone(family: str, make: Callable[[Any], Any], held: int) 
         return target(input_ids=tokens[:, start:stop], **{CACHE: cache}, use_cache=True).logits
 
     def break_off() -> None:
-        with undone_on_failure(cache, 64):
+        with undone_on_failure(cache, held + 5):
             feed(held, held + 5)
             raise OwnError
 
