@@ -99,6 +99,15 @@ def test_a_bound_and_other_prompts() -> None:
     assert [run(none, ids, 3)[2] for ids in first] == [ids.shape[1] for ids in first]
 
 
+def test_the_beginning_that_was_used_last_is_kept() -> None:
+    """Not the one that was read last."""
+    target = tiny_target("llama")
+    a, b, c = (with_system_prompt(3, seed) for seed in (0, 50, 90))
+    with Batcher(target, tiny_head(target), prefix_tokens=80) as batcher:
+        spared = [len(ids[0]) - run(batcher, ids, 3)[2] for ids in (*a[:2], *b[:2], a[2], *c[:2], a[0])]
+    assert spared == [0, 0, 0, 0, 39, 0, 0, 39]
+
+
 def test_a_request_with_another_drafter() -> None:
     """It has not read what the batcher's own drafter has, and begins at the beginning."""
     target = tiny_target("llama")
