@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from support import compare
 from support.cases import SAMPLED
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
@@ -128,6 +129,29 @@ def test_requests_with_positions_of_their_own(shifts: tuple[int, ...]) -> None:
             own = {"position_ids": torch.arange(shift, shift + ids.shape[1])[None]} if shift else {}
             text, _, read = run(batcher, ids, number, **own)
             assert torch.equal(text, stock(target, ids, number, **own))
+            assert read == ids.shape[1]
+
+
+def test_static_caches() -> None:
+    """Copies of their layers would share what is written in place: no beginning is kept."""
+    target = tiny_target("llama")
+    with Batcher(target) as batcher:
+        for number, ids in enumerate(with_system_prompt(3)):
+            text, _, read = run(batcher, ids, number, cache_implementation="static")
+            assert torch.equal(text, stock(target, ids, number, cache_implementation="static"))
+            assert read == ids.shape[1]
+
+
+def test_adapters_that_are_switched() -> None:
+    """What one of them has read is not what another one reads: no beginning is kept."""
+    target = tiny_target("llama")
+    for name in ("default", "other"):
+        target.add_adapter(LoraConfig(init_lora_weights=False, target_modules=["q_proj", "v_proj"]), name)
+    with Batcher(target) as batcher:
+        for number, ids in enumerate(with_system_prompt(4)):
+            target.set_adapter("other" if number == 3 else "default")
+            text, _, read = run(batcher, ids, number)
+            assert torch.equal(text, stock(target, ids, number))
             assert read == ids.shape[1]
 
 
