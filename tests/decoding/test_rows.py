@@ -19,14 +19,21 @@ from hf_dart.decoding import rows as module
 from hf_dart.decoding.rows import Rows
 
 
-@pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["", "in step"])
+@pytest.mark.parametrize("options", [
+    {},
+    {"return_dict_in_generate": True, "output_scores": True},
+    {"eos_token_id": [3, 11], "pad_token_id": 5},
+], ids=["", "in step", "padded"])  # fmt: skip
 def test_ids_outgrow_their_room(
     target: Any, head: DartHead, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Again and again; all are kept, and seen by what reads them."""
     monkeypatch.setattr(module, "_ROOM", 3)
     given = {"do_sample": False, "max_new_tokens": 40, "no_repeat_ngram_size": 2, **options}
-    assert_identical(target, head, prompts([7, 3]), **given)
+    stock, _ = assert_identical(target, head, prompts([7, 3]), **given)
+    if "eos_token_id" in options:
+        written = (stock.sequences[:, 7:] != 5).sum(1)
+        assert written.min() < 20 < written.max(), "one row was to end early, and the other to outgrow its room"
 
 
 def test_rows_that_have_ended_hold_nobody_back() -> None:
