@@ -106,6 +106,20 @@ def test_generators_and_caches_that_are_handed_back(family: str, first: bool) ->
     assert torch.equal(close_call(beside), stocks(target, other, 0)), "a call that goes takes nothing of another one"
 
 
+def test_calls_whose_drafts_pause_alone() -> None:
+    """In seats they may draft, so that the drafter is handed what they have verified."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    shape = TreeConfig(draft_cost=9.0, node_cost=1e-4)
+    options = {**prompts([9]), "do_sample": False, "max_new_tokens": 20, "assistant": head, "tree_config": shape}
+    generate(target, **options)
+    seats = Seats(2)
+    for _ in range(2):
+        seats.take(opened(target, **options))
+    while seats.taken:
+        assert all(failure is None for _, failure in seats.round())
+
+
 def test_room_of_a_long_call_that_has_left(target: Any, head: DartHead) -> None:
     """Those that come later take what they need, and not as much each as the longest text that ever came."""
     lengths, seats = [(900, 4), (5, 300), (5, 40), (350, 40), (7, 40)], Seats(4)
