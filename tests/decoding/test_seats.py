@@ -129,6 +129,8 @@ def test_room_of_a_long_call_that_has_left(target: Any, head: DartHead) -> None:
         while number > 1 and sessions[0] in [seat.session for seat in seats.taken]:
             seats.round()
         seats.take(session)
+    of_their_own = [store for seat in seats.taken for store in (seat.own[1].entries.store, seat.own[3].store)]
+    assert not any(store.capacity for store in of_their_own)
     assert max(own.store.capacity for own in (seats._verify.cache.entries, seats._state)) < 600
     while seats.taken:
         assert all(failure is None for _, failure in seats.round())
