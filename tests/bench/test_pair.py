@@ -50,7 +50,7 @@ def test_a_target_without_a_head_drafts_copied_text(capsys: pytest.CaptureFixtur
 
 def test_a_server_without_its_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("hf_dart.cli.serve.find_spec", lambda name: None)
-    assert_command_says(["serve"], "needs more packages", capsys)
+    assert_command_says(["serve"], "pip install -e '.[serve]' in the clone", capsys)
 
 
 def test_a_head_alone_brings_the_target_of_its_training(tmp_path: Path) -> None:
