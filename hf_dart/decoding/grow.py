@@ -64,13 +64,13 @@ class TreeGrower:
         chances: Sequence[float] | None = None,  # as for `RowCopies`
         size: float = inf,  # V of the target: ids from it on, as some images have, are not copied
     ) -> None:
-        self._drafter, self._config, self._texts, self._size = drafter, config, texts, size
+        self._drafter, self._config, self._texts = drafter, config, texts
         self._ends = sorted(ends)
         self.depth = config.resolve_depth(drafter.draft_length)
         self._most = config.resolve_nodes(len(texts), device.type)  # nodes per row
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
-        self.copied = [RowCopies(text, memory, chances) for text in texts]
+        self.copied = [RowCopies(text, memory, chances, size) for text in texts]
         self.grammars = grammars_of(processors, texts)
         self._formula = DraftScores(config, drafter.ngram)
         self._cost = cost or partial(config.round_cost, len(texts), device.type)
@@ -181,7 +181,7 @@ class TreeGrower:
             return [NOTHING] * len(deepest)
         ends: list[Collection[int]] = [() if over else self._ends for over in ended or [False] * len(deepest)]
         rows = zip(self.copied, limits, ends, strict=True)
-        found = [row.suggest(most, these, self._size) if most else NOTHING for row, most, these in rows]
+        found = [row.suggest(most, these) if most else NOTHING for row, most, these in rows]
         for row, grammar in enumerate(self.grammars):
             if grammar is not None and not (ended and ended[row]):
                 found[row] = grammar.copies(found[row], limits[row])

@@ -334,20 +334,27 @@ class RowCopies:
     """Copies after one row's text: from the text itself and, where there is one, from a memory.
 
     The text is a shared list of token ids, which grows from outside. `chances` are c of each cell at first; None for
-    the memory's, or without one for `PRIOR`.
+    the memory's, or without one for `PRIOR`. Ids from `size` on, which have no logit, are not copied.
     """
 
-    def __init__(self, text: list[int], memory: Memory | None = None, chances: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        text: list[int],
+        memory: Memory | None = None,
+        chances: Sequence[float] | None = None,
+        size: float = inf,
+    ) -> None:
         self._text, self._memory = text, memory
         self._base = 1 + (0 if memory is None else memory.base)
+        self._end = size + self._base
         self._new_index()
         self._proposed, self._cells, self._asked_at = NOTHING, list[tuple[int, float]](), 0
         known = PRIOR if memory is None else memory.chances()
         self._prior = known if chances is None else chances
         self.right, self.seen = [0.0] * len(PRIOR), [0.0] * len(PRIOR)
 
-    def suggest(self, depth: int, ends: Collection[int] = (), size: float = inf) -> Copies:
-        """Return copies after the text, at most `depth` deep, of tokens below `size`; none after a token of `ends`."""
+    def suggest(self, depth: int, ends: Collection[int] = ()) -> Copies:
+        """Return copies after the text, at most `depth` deep; none after a token of `ends`."""
         self.learn()
         self._read()
         ending = [token + self._base for token in self._text[-LONGEST:]]
@@ -356,7 +363,7 @@ class RowCopies:
         if self._memory is not None:
             more, longer = self._memory.matches(ending, depth)
             rows, lengths, sources = rows + more, lengths + longer, sources + [_SOURCE] * len(more)
-        self._asked_at, self._limit = len(self._text), size + self._base
+        self._asked_at = len(self._text)
         self._proposed = self._grown(rows, lengths, sources, depth, {end + self._base for end in ends})
         return self._proposed
 
@@ -398,7 +405,7 @@ class RowCopies:
                 token, end = rows[first][level], last
                 while rows[end][level] != token:
                     end -= 1
-                if 0 < token < self._limit:
+                if 0 < token < self._end:
                     share = (before[end + 1] - before[first]) / whole
                     length, source = ranks[first] if end == first else max(ranks[first : end + 1])
                     kind = _DISAGREE if share < _AGREE else _ONE if end == first else _SEVERAL

@@ -161,7 +161,7 @@ def test_loops_and_ends() -> None:
     text = [1, 2, 3, 4, 5, 1, 2]
     assert max(map(len, paths_of(RowCopies(text).suggest(4)))) == 4
     assert set(paths_of(RowCopies(text).suggest(4, ends=[3]))) == {(3,)}
-    assert set(paths_of(RowCopies(text).suggest(4, size=5))) == {(3,), (3, 4)}
+    assert set(paths_of(RowCopies(text, size=5).suggest(4))) == {(3,), (3, 4)}
 
 
 def test_places_that_disagree_make_a_tree() -> None:
