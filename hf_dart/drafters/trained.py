@@ -66,7 +66,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         self.last_stats = None
         self._place = {}
         self.lm_head = self.embed_tokens = None
-        self._head_rows = LMHeadRows()
+        self.head_rows = LMHeadRows()
         self.register_buffer("draft_vocabulary", None)
 
     # ---- the target -----------------------------------------------------------------------------------
@@ -182,14 +182,14 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         hidden = hidden.to(dtype) if dtype.is_floating_point else hidden
         if self.draft_vocabulary is None:
             return where_it_runs(lm_head, hidden)
-        return self._head_rows(lm_head, hidden, self.draft_vocabulary)
+        return self.head_rows(lm_head, hidden, self.draft_vocabulary)
 
     @property
     def rows_read(self) -> list[nn.Linear]:
         """The layer of the rows of the target's LM head that `logits` reads, if that is not the LM head as a whole."""
         if self.lm_head is not None or self.draft_vocabulary is None or not has_rows(self.shared.lm_head):
             return []
-        return [self._head_rows.layer(self.shared.lm_head, self.draft_vocabulary)]
+        return [self.head_rows.layer(self.shared.lm_head, self.draft_vocabulary)]
 
     def get_input_embeddings(self) -> None:
         """None: tokens are embedded by the target. FSDP asks."""

@@ -126,7 +126,7 @@ class Teacher:
 
         def score(module: Any, given: Any, nothing: Tensor) -> Tensor:
             assert vocabulary is not None
-            return self.drafter._head_rows(module, picked.pop(), vocabulary)
+            return self.drafter.head_rows(module, picked.pop(), vocabulary)
 
         scored = nullcontext() if vocabulary is None else lm_head.register_forward_hook(score)
         with lm_head.register_forward_pre_hook(pick), scored:
