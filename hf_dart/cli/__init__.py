@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if second and words[1] != second:
             raise UserError(f"Options before {second} are left out; put them after it.")
         code = arguments.command(arguments)
-        print(end="", flush=True)  # short output is written here
+        sys.stdout.flush()  # short output is written here
         return code
     except UserError as error:
         print(f"hf-dart: {error}", file=sys.stderr)

@@ -210,8 +210,8 @@ def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
     layer_types = _layer_types(target)
     kinds: dict[str, MaskKind] = {}
     for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):
-        plain = "full_attention" if window is None else "sliding_attention"
-        name = layer_types[index] if layer_types else plain
+        by_window = "full_attention" if window is None else "sliding_attention"
+        name = layer_types[index] if layer_types else by_window
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())
 
