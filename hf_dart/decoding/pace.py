@@ -119,6 +119,7 @@ class Pace:
     ) -> None:
         self._config, self._depth, self._timed = config, depth, timed
         self._chooses = depth > 0 and config.nodes is None
+        self._undrafted = 0  # rounds in a row
         self._estimate = config.round_cost(batch, device_type, drafted=False)
         self._verify = self._estimate.verify  # as rounds have corrected it, by the size that trees are filled up to
         self._filled = np.arange(len(self._verify))
@@ -206,6 +207,9 @@ class Pace:
         unknown &= len(costs) < _TIMED_DRAFTS // 3 or added >= min(1.0, *costs)
         trial = (unknown or not record.rounds) and not likely
         drafted = trial or added >= cost * tokens / self._copies_cost
+        # What is verified meanwhile waits for the drafter, in memory: it is asked now and then, whatever copies bring.
+        drafted |= self._undrafted >= _LONGEST_WAIT
+        self._undrafted = 0 if drafted else self._undrafted + 1
         if self._alone and not drafted:
             came, expected = (known + (_TRIAL - known) / _COMPARED for known in record.beyond_copies)
             record.beyond_copies = came, expected

@@ -90,6 +90,8 @@ def test_copies_that_suffice_are_not_drafted_beside() -> None:
     assert not play(likely, brings, 6, [copy], [0]), "0.7 tokens, or 1.5 meanwhile"
     free = pace_of(TreeConfig(draft_cost=0.0, node_cost=0.0))
     assert play(free, brings, 6, [LOOP], [0]), "what costs nothing is always worth it"
+    found = runs([play(pace, {True: [20], False: [20]}, 24, [LOOP], [0]) for _ in range(700)])
+    assert found[:4] == [(False, 320), (True, 1), (False, 320), (True, 1)], "what is verified does not wait for ever"
 
 
 @pytest.mark.parametrize(("token", "goes_on"), [(7, False), (8, True)])
