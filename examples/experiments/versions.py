@@ -6,7 +6,8 @@
 
 Each version drafts for the target that it holds itself, in a process of its own; the two take turns. In a process,
 drafted calls and stock's take turns over the same prompts of pytest's source. Times are those of one thread's work
-(`time.thread_time`), which other processes on the machine change little. A named target is drafted for by copies.
+(`time.thread_time`), which other processes on the machine change little. A named target is drafted for by copies. What
+the newer version gains is the median of all turns [least, most].
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     found = {}
     for batch in arguments.batch:
         groups = [torch.tensor(prompts[row : row + batch]) for row in range(0, max(4, 2 * batch), batch)]
-        for mode, options in MODES.items():
+        for mode in arguments.modes:
+            options = MODES[mode]
             ratios, tokens = [], []
             for repeat in range(arguments.repeats + 1):
                 spent = dict.fromkeys(("stock", "drafted"), 0.0)
@@ -102,10 +104,11 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=["packaged"], help="packaged, deep, or a target")
     parser.add_argument("--compiled", action="store_true", help="measure pairs a second time, compiled")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--modes", nargs="+", default=[*MODES], choices=MODES)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3, help="in each process")
     parser.add_argument("--turns", type=int, default=2, help="processes of each version")
-    parser.add_argument("--json", type=Path, help="file of figures by pair, in which these pairs are replaced")
+    parser.add_argument("--json", type=Path, help="file of figures, in which these rows are replaced")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     arguments.trees = [tree.resolve() for tree in arguments.trees]
@@ -117,7 +120,7 @@ def main() -> None:
     from hf_dart.hub.machine import circumstances
 
     words = ["--batch", *map(str, arguments.batch), "--new-tokens", str(arguments.new_tokens)]
-    words += ["--repeats", str(arguments.repeats)]
+    words += ["--repeats", str(arguments.repeats), "--modes", *arguments.modes]
     rows: dict[str, list[str]] = {}
     if arguments.json is not None and arguments.json.exists():
         rows = json.loads(arguments.json.read_text())["rows"]
@@ -128,12 +131,16 @@ def main() -> None:
                 [in_its_own_process(tree, pair, compiled, words) for tree in arguments.trees]
                 for _ in range(arguments.turns)
             ]
-            rows[name] = []
+            by_case = {row.split(" | ")[1]: row for row in rows.get(name, [])}
             for case in turns[0][0]:
-                old, new = (median(turn[tree][case]["ratio"] for turn in turns) for tree in (0, 1))
+                ratios = [[turn[tree][case]["ratio"] for tree in (0, 1)] for turn in turns]
+                old, new = map(median, zip(*ratios, strict=True))
+                gains = sorted(newer / older for older, newer in ratios)
+                gain = f"{median(gains):.2f} [{gains[0]:.2f}, {gains[-1]:.2f}]"
                 same = turns[0][0][case]["tokens"] == turns[0][1][case]["tokens"]
-                rows[name].append(f"| {name} | {case} | {old:.2f} | {new:.2f} | {new / old:.2f} | {same} |")
-                print(rows[name][-1], flush=True)
+                by_case[case] = f"| {name} | {case} | {old:.2f} | {new:.2f} | {gain} | {same} |"
+                print(by_case[case], flush=True)
+            rows[name] = [*by_case.values()]
     head = ["| pair | case | older, x stock | newer, x stock | newer / older | same tokens |", "|" + "---|" * 6]
     markdown = "\n".join([*head, *(row for some in rows.values() for row in some)])
     print(markdown)
