@@ -178,8 +178,9 @@ def commands(ours: Sequence[str], target: str, dtype: str, device: str) -> dict[
     """Return the command of each server, by its name; `ours` are options of `hf-dart serve`."""
     theirs = [sys.executable, "-m", "transformers.cli.transformers", "serve", target]
     theirs += ["--dtype", dtype, "--device", device]
+    # Each request comes several times: a memory would copy the answer that it had before.
     return {
-        "hf-dart serve": [sys.executable, "-m", "hf_dart.cli", "serve", *ours],
+        "hf-dart serve": [sys.executable, "-m", "hf_dart.cli", "serve", "--memory", "0", *ours],
         "transformers serve": theirs,
         "transformers serve --continuous-batching": [*theirs, "--continuous-batching"],
     }

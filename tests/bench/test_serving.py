@@ -80,6 +80,7 @@ def test_servers_run_as_the_report_says(monkeypatch: pytest.MonkeyPatch) -> None
     ours, theirs, _ = seen.values()
     server = parser().parse_args(ours[ours.index("serve") :])
     assert (server.device_map, server.attn_implementation, server.threads) == ("cpu", "eager", 1)
+    assert server.memory == 0, "each request comes several times"
     assert common.load(server).head_name == "packaged head"
     assert theirs[-2:] == ["--device", "cpu"]
 
