@@ -19,6 +19,7 @@ from hf_dart.errors import sentence
 from hf_dart.hub.download import HUB_OPTIONS, head_config, tensor_names
 from hf_dart.hub.known_drafters import published_drafters
 from hf_dart.hub.loading import head_path
+from hf_dart.models.processes import is_shared
 
 _AUTO = "auto"
 _LOGGER = logging.getLogger(__name__)
@@ -73,7 +74,8 @@ def _best_drafter(default: bool, target: PreTrainedModel, **options: Any) -> Any
             _LOGGER.info(reasons[-1])
     drafter = LookupDrafter()
     attach(target, drafter if default else None)
-    model.generate.memory = model.generate.memory or SuffixStore().namespace("")
+    if not is_shared(model):  # such a target takes no memory
+        model.generate.memory = model.generate.memory or SuffixStore().namespace("")
     _LOGGER.warning(
         f"hf_dart: no published drafter of {model.config.name_or_path or type(model).__name__} can be loaded"
         f"{f' ({reasons[0]})' if reasons else ''}, so text is copied from this call and earlier ones; `hf-dart info` "

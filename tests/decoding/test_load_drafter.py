@@ -55,6 +55,14 @@ def test_copies_where_there_is_none(default: bool, caplog: pytest.LogCaptureFixt
     assert torch.equal(*called)
 
 
+def test_copies_of_earlier_calls_are_left_out_where_processes_share_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls take no memory."""
+    monkeypatch.setattr(module, "is_shared", lambda target: True)
+    target = tiny_target("llama")
+    load_drafter("auto", target=target, default=True)
+    assert target.generate.memory is None
+
+
 def test_why_the_first_one_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
