@@ -34,6 +34,10 @@ def test_flags_override_a_recipe_and_mistakes_in_it_are_refused(tmp_path: Path) 
     assert read_recipe([str(file), "--fsdp", "true"]).training.fsdp is True
     file.write_text("output_dir: x\ntrain_data: [a.txt]\nsave_strategy: no")  # of which YAML makes false
     assert read_recipe([str(file)]).training.save_strategy == "no"
+    saving = ["--output_dir", "x", "--train_data", "a.txt", "--eval_strategy", "steps", "--eval_steps", "150"]
+    for patience, steps, saved in (("3", "100", 150), ("3", "300", 300), ("0", "100", 100)):
+        training = read_recipe([*saving, "--early_stopping_patience", patience, "--save_steps", steps]).training
+        assert (training.save_steps, training.load_best_model_at_end) == (saved, patience == "3")
     for content, says in (
         ("train_dat: [x]", "did you mean 'train_data'?"),
         ("zzzzzzzz: 1", "--help' lists all"),

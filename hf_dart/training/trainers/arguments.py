@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -98,7 +99,9 @@ class DrafterTrainingArguments(TrainingArguments):
     chain_weight: float | None = option(None, "weight of the chain loss")
     chain_form: str | None = option(None, "linear or log")
     early_stopping_patience: int | None = option(
-        None, "evaluations in a row without a better tau before it stops, and keeps the best head; 0: never"
+        None,
+        "evaluations in a row without a better tau before it stops, and keeps the best head, so that save_steps become "
+        "a multiple of eval_steps; 0: never",
     )
     decode_prompts: int = option(
         0, "prompts to decode at every evaluation: beginnings of its first rows, or what comes before a first reply"
@@ -131,6 +134,9 @@ class DrafterTrainingArguments(TrainingArguments):
                 raise ValueError("early_stopping_patience counts evaluations; give eval_strategy and what it asks for.")
             self.metric_for_best_model = self.metric_for_best_model or "tau"
             self.load_best_model_at_end = True
+            known, every = self.__dict__, self.eval_steps or self.logging_steps
+            if self.eval_strategy == self.save_strategy == "steps" and min(every, known["save_steps"]) >= 1:
+                known["save_steps"] = every * math.ceil(known["save_steps"] / every)  # the best head is a saved one
         sharded = str(self.__dict__["fsdp"]).lower()
         if sharded in ("true", "false"):  # in a recipe it is a word
             self.__dict__["fsdp"] = sharded == "true"
