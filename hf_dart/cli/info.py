@@ -48,7 +48,8 @@ def _run(arguments: argparse.Namespace) -> int:
         print("of its own: a multi-token prediction module, if its weights have one: MtpDrafter.from_target(model)")
     known, drafters = published_drafters(config)
     if drafters:
-        date, same = published_table()["date"], known.rpartition("/")[2] == path.rpartition("/")[2]
+        last = {name.lower().rstrip("/").rpartition("/")[2] for name in (known, path)}
+        date, same = published_table()["date"], len(last) == 1
         by = "" if same else ", by architecture and sizes; fewer tokens are accepted if it is a fine-tune"
         print(f"published for {known} (as of {date}{by}), best first:")
         for one in drafters:

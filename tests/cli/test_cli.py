@@ -20,7 +20,7 @@ from support.relatives import relative_config
 from support.sentences import assert_command_says, refused
 from support.tiny import tiny_target
 from support.tiny_training import largest_file
-from transformers import LlamaConfig, Qwen3NextConfig, T5Config
+from transformers import LlamaConfig, Qwen3Config, Qwen3NextConfig, T5Config
 
 from hf_dart.bench import examining, profiling, speed
 from hf_dart.bench.exact import Difference, Run, differences
@@ -241,6 +241,11 @@ def test_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"hf-dart train --target {tmp_path / 'llama'} --train_data" in told
     assert main(["info", str(PACKAGED_HEAD)]) == 0
     assert f"{PACKAGED_HEAD}: a DART head for py8m\n" in capsys.readouterr().out
+    sizes = {"hidden_size": 2560, "num_hidden_layers": 36, "vocab_size": 151936}
+    Qwen3Config(**sizes).save_pretrained(tmp_path / "qwen3-4b")
+    assert main(["info", f"{tmp_path / 'qwen3-4b'}/"]) == 0
+    assert "published for Qwen/Qwen3-4B (as of 20" in (told := capsys.readouterr().out)
+    assert "by architecture and sizes" not in told
     target = tiny_target("llama", num_hidden_layers=8)
     for config, called in (
         (eagle3_config(target), "an EAGLE-3 head in the original format"),
