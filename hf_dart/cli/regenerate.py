@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
     data.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="passed to the chat template")
 
     writing = parser.add_argument_group("writing")
-    writing.add_argument("--head", help="a draft head for the target: the same text, sooner")
+    writing.add_argument("--head", help="a draft head, or auto (copies where none is known): the same text, sooner")
     way = writing.add_mutually_exclusive_group()
     way.add_argument("--temperature", type=common.temperature, default=0.0, help="0, the default, is greedy")
     mixture = "ways to sample, drawn for each row by their shares: '0.4 temperature=1 top_p=0.9' '0.6'; also top_k=, "
@@ -115,11 +115,13 @@ def _run(arguments: argparse.Namespace) -> int:
         rows = tokens = 0
         began = said = monotonic()
         limits = {"rows": arguments.rows, "minutes": arguments.minutes, "seats": arguments.batch_size}
-        for record in regenerate(sources, model, head, settings, arguments.output, shard=(part, parts), **limits):
-            rows, tokens, now = rows + 1, tokens + record["new_tokens"], monotonic()
-            if rows == 1 or now - said >= _EVERY:
-                said, speed = now, tokens / (now - began)
-                common.say(f"shard {part} of {parts}: {rows} rows, {tokens:,} tokens, {speed:.1f} a second")
-        added = f"{rows} rows were added to {arguments.output}"
-        common.say(f"shard {part} of {parts}: {added}; the same command writes what is left")
+        try:
+            for record in regenerate(sources, model, head, settings, arguments.output, shard=(part, parts), **limits):
+                rows, tokens, now = rows + 1, tokens + record["new_tokens"], monotonic()
+                if rows == 1 or now - said >= _EVERY:
+                    said, speed = now, tokens / (now - began)
+                    common.say(f"shard {part} of {parts}: {rows} rows, {tokens:,} tokens, {speed:.1f} a second")
+        finally:  # also where a disk is full
+            added = f"{rows} rows were added to {arguments.output}"
+            common.say(f"shard {part} of {parts}: {added}; the same command writes what is left")
     return 0

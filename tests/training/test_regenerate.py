@@ -231,7 +231,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeyp
         assert main([*words, *wrong]) == 2
         assert said in capsys.readouterr().err
     rows = tmp_path / "short"
-    assert main(["regenerate", source, "--output", str(rows), "--length", "16", "--rows", "2"]) == 0
+    short = ["regenerate", source, "--output", str(rows), "--length", "16"]
+    assert main([*short, "--rows", "2"]) == 0
+    with largest_file((rows / "rows-1-of-1.jsonl").stat().st_size + 250):
+        assert main(short) == 2
+    assert "shard 1 of 1: 1 rows were added to" in capsys.readouterr().err
     assert all(record["prompt_tokens"] <= 8 for record in records_in(rows))  # half of a row
     for wrong_shard in ("3/2", "0/2", "1", "x/2"):
         with pytest.raises(SystemExit):
