@@ -87,7 +87,7 @@ def _best_drafter(default: bool, target: PreTrainedModel, **options: Any) -> Any
 _LOADED: WeakKeyDictionary[Any, dict[tuple[str, str | None], tuple[int, Any]]] = WeakKeyDictionary()
 
 
-def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None, token: Any = None) -> Any:
+def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None, **where: Any) -> Any:
     """Return the drafter at `path`, loaded for `target` at the first call and kept as long as that model is.
 
     `target.generate` stays as it is. Folders and repositories with a `custom_generate` folder load their own drafter
@@ -96,17 +96,18 @@ def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None
     Args:
         path: a folder, or the id of a repository on the Hub.
         target: the model to draft for.
-        revision, token: as for `from_pretrained`.
+        revision, where: as for `from_pretrained`: token, cache_dir, ...
 
     Raises:
         OSError, ValueError: as [`load_drafter`].
     """
-    drafters = _LOADED.setdefault(target, {})
+    model = unwrapped(target)
+    drafters = _LOADED.setdefault(model, {})
     written = max((file.stat().st_mtime_ns for file in Path(path).glob("*")), default=0)  # 0: it is on the Hub
     if (path, revision) not in drafters or drafters[path, revision][0] != written:
-        own = vars(target).get("generate")
-        drafters[path, revision] = written, load_drafter(path, target=target, revision=revision, token=token)
-        vars(target).pop("generate", None)  # what its trial has shown stays known
+        own = vars(model).get("generate")
+        drafters[path, revision] = written, load_drafter(path, target=target, revision=revision, **where)
+        vars(model).pop("generate", None)  # what its trial has shown stays known
         if own is not None:
-            target.generate = own
+            model.generate = own
     return drafters[path, revision][1]

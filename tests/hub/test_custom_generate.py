@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from support.tiny import prompts, tiny_head, tiny_target
 from transformers import AutoModelForCausalLM
 
@@ -42,6 +42,13 @@ def test_by_folder(positional: bool) -> None:
     assert head.last_stats.accepted > 0
     seeded(model, *ids, **inputs, **remote, tree_config=TreeConfig(nodes=1, lookup=0))
     assert head.last_stats.drafted == 0
+    model.generation_config.eos_token_id = stock[0, -4:].tolist()
+    endless = {"eos_token_id": None, "top_k": None, "max_new_tokens": 20, "do_sample": True}
+    torch.manual_seed(3)
+    longest = model.generate(*ids, **inputs, **endless)
+    torch.manual_seed(3)
+    assert torch.equal(model.generate(*ids, **inputs, **endless, **remote, token="of the Hub"), longest)
+    assert longest.shape == stock.shape, "None is a setting, too"
     with pytest.raises(ValueError, match=r"hub holds no config\.json of DART heads"):
         seeded(model, *ids, **inputs, **{**remote, "assistant": None})
 
@@ -106,6 +113,7 @@ def test_a_saved_folder_drafts_in_a_fresh_process_without_the_network(tmp_path: 
     assert all(same and tau > 1.3 for same, tau in found)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # PEFT asks for it
 def test_folders_of_one_name_and_folders_that_are_saved_again(tmp_path: Path) -> None:
     """transformers runs one copy of the code for all of them."""
     target = tiny_target("llama")
@@ -124,3 +132,7 @@ def test_folders_of_one_name_and_folders_that_are_saved_again(tmp_path: Path) ->
     assert [drafts(first), drafts(second), drafts(first)] == [2, 3, 2]
     tiny_head(target, draft_length=4).save_pretrained(first)
     assert [drafts(first), drafts(second)] == [4, 3]
+    tiny_head(target, draft_length=5).save_pretrained(second)
+    detach(target)
+    assert load_once(str(second), get_peft_model(target, LoraConfig(r=2))).draft_length == 5
+    assert "generate" not in vars(target), "as it was"
