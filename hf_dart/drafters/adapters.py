@@ -35,6 +35,7 @@ from hf_dart.hub.download import (
     refuse_options,
 )
 from hf_dart.interop.lora_config import lora_of
+from hf_dart.models.devices import host_by_default
 from hf_dart.trees.config import TreeConfig
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -90,6 +91,7 @@ def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
     return name, head._place.get("revision")
 
 
+@host_by_default
 def _inject(
     head: TrainedDrafter, config: PeftConfig, name: str, what: str, fill: Callable[[], None] | None = None
 ) -> None:
@@ -160,6 +162,7 @@ def unwrap(head: TrainedDrafter, merge: str | None) -> None:
     head.__dict__.pop("peft_config", None)
 
 
+@host_by_default
 def from_folder(
     cls: Any, path: str, base: str | None, *, target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
 ) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
+from peft import LoraConfig
 from support.compare import assert_identical
 from support.guests import dflash_drafter
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
@@ -60,7 +61,7 @@ def elsewhere() -> Iterator[None]:
 
 @pytest.mark.usefixtures("elsewhere")
 @pytest.mark.parametrize("kind", ["head", "eagle", "diffusion"])
-def test_another_default_device(kind: str) -> None:
+def test_another_default_device(kind: str, tmp_path: Path) -> None:
     with torch.device("cpu"):
         target = tiny_target("llama")
         inputs = {size: prompts([9, 4][:size]) for size in (1, 2)}
@@ -69,6 +70,12 @@ def test_another_default_device(kind: str) -> None:
     for size in (1, 2):
         assert_identical(target, drafter, inputs[size], **SAMPLED)
     if kind == "head":
+        drafter.add_selector(4)
+        drafter.add_editor()
+        drafter.save_pretrained(tmp_path)
+        drafter.add_adapter(LoraConfig(r=2))
+        assert not any(weight.is_meta for weight in drafter.parameters())
+        assert_identical(target, drafter, inputs[1], **SAMPLED)
         greedy = {"do_sample": False, "max_new_tokens": 12}
         loop = DartCandidateGenerator.stock_loop(drafter)
         text = target.generate(**inputs[1], **greedy, custom_generate=loop)

@@ -36,15 +36,15 @@ def fingerprint(weights: Iterable[Tensor]) -> list[float]:
             continue
         entries = weight.detach().flatten()
         entries = entries[:: max(1, len(entries) // _SAMPLES)].cpu().double()
-        pattern = torch.arange(len(entries), dtype=torch.float64).cos()
+        pattern = torch.arange(len(entries), dtype=torch.float64, device="cpu").cos()
         numbers.append(round(float(entries @ pattern / entries.norm().clamp(min=1e-30)), 4))
     return numbers
 
 
 def same_fingerprint(left: Iterable[float], right: Iterable[float]) -> bool:
     """Return True if two fingerprints are of the same weights, up to rounding to 16 bits."""
-    one, other = torch.tensor(list(left)), torch.tensor(list(right))
-    return one.shape == other.shape and bool(((one - other).abs() < _TOLERANCE).all())
+    one, other = [*left], [*right]
+    return len(one) == len(other) and all(abs(a - b) < _TOLERANCE for a, b in zip(one, other, strict=True))
 
 
 def copied_fields(target: PreTrainedModel, first: int | Literal["last"], **config: Any) -> dict[str, Any]:

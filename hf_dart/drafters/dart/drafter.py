@@ -446,6 +446,7 @@ class DartHead(TrainedDrafter):
         self.editor = self._new(Editor)
         return self
 
+    @host_by_default
     def _new(self, part: Callable[[DartConfig], Part]) -> Part:
         """Return a new part of the head, as its config says; the global generators are not moved."""
         with torch.random.fork_rng(devices=[]):
