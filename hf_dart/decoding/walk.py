@@ -338,7 +338,7 @@ def from_uniform(rows: int, size: int, generator: torch.Generator) -> Tensor:
     if rows > 1 and rows * size > _IN_CACHE:
         return torch.cat([from_uniform(1, size, generator) for _ in range(rows)])
     uniform = torch.empty(rows, size, dtype=torch.float64, device="cpu").uniform_(generator=generator)
-    return uniform.neg_().add_(1).log_().float().neg_()
+    return uniform.neg_().add_(1).log_().float().abs_()  # of 0 it is 0, not -0
 
 
 @cache

@@ -142,6 +142,8 @@ def test_numbers_are_those_of_stocks_draws(shape: tuple[int, int], monkeypatch: 
         assert drawn.dtype == torch.float32
         assert torch.equal(drawn, torch.empty(shape).exponential_(1, generator=stocks))
         assert torch.equal(generator.get_state(), stocks.get_state())
+    monkeypatch.setattr(torch.Tensor, "uniform_", lambda self, generator: self.zero_())
+    assert not draw_exponential(*shape, CPU, generator).signbit().any(), "a token of no noise wins, as with stock"
 
 
 def test_streams_side_by_side_draw_noise_of_their_own() -> None:
