@@ -141,7 +141,7 @@ def admit(
     if tree_config.refine and not assistant.refines:
         raise ValueError(
             f"This {type(assistant).__name__} does not refine its drafts; give refine=0, or a head that was trained "
-            "with an editor."
+            "with an editor (a DiffusionDrafter has denoise_steps)."
         )
     refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
