@@ -3,7 +3,7 @@
     python examples/demo_pair/train_head.py corpus.bin regenerated runs/head --max-steps 3500
 
 The paper's recipe (one layer, annealed KL with gamma 0.6, d = 8) with four fused layers; 60 % of the rows
-are the target's own text, the others the corpus. An interrupted run goes on with --resume.
+are the target's own text, the others the corpus. An interrupted run goes on with the same command.
 
 A head can begin as that of a shallower target from which its own was made (`train_target.py --start-from`); the
 layers that it reads are those that took the place of the former ones:
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import DartConfig, DartHead
 from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, load_rows
+from hf_dart.training.checkpoints import newest_checkpoint
 
 
 def main() -> None:
@@ -47,7 +48,6 @@ def main() -> None:
     parser.add_argument("--save-steps", type=int, default=250)
     parser.add_argument("--logging-steps", type=int, default=50)
     parser.add_argument("--no-bf16", action="store_true")
-    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
 
@@ -104,7 +104,7 @@ def main() -> None:
         ),
         train_dataset=rows,
     )
-    trainer.train(resume_from_checkpoint=arguments.resume or None)
+    trainer.train(resume_from_checkpoint=newest_checkpoint(arguments.output))
     head.to(torch.bfloat16).save_pretrained(str(arguments.output / "head"))
 
 

@@ -18,12 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import DartHead
 from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, load_rows
+from hf_dart.training.checkpoints import newest_checkpoint
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("head", type=Path)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("regenerated", type=Path)
@@ -77,7 +76,7 @@ def main() -> None:
         ),
         train_dataset=rows,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=newest_checkpoint(arguments.output))
     head.to(torch.bfloat16).save_pretrained(str(arguments.output / "head"))
 
 
