@@ -28,8 +28,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_dart.models.stock_steps import CACHE
-
 TOLERANCE = 1e-4
 DEPTH = 4
 WRITTEN: dict[str, dict[str, Any]] = {
@@ -268,8 +266,8 @@ def safeailab(folder: Path, reference: dict[str, Tensor]) -> Tensor:
             model.tree_mask = torch.ones(1, 1, 1, step)
             at = torch.tensor([text + step - 1])
             hidden, cache = model(
-                hidden, input_ids=tokens[None, text + step - 1, None], **{CACHE: cache}, position_ids=at,
-                use_cache=True,
+                hidden, input_ids=tokens[None, text + step - 1, None], past_key_values=cache,
+                position_ids=at, use_cache=True,
             )  # fmt: skip
             following.append(hidden)
         states = torch.cat(following, dim=1)
