@@ -150,6 +150,7 @@ if __name__ == "__main__":
     ran = run(given.requests)
     log = ran.pop("log")
     ran |= {"lines of log": len(log), **circumstances(["python", *sys.argv], torch.device("cpu"))}
+    ran["threads"] = 1  # of the server
     print(json.dumps(ran, indent=2))
     if given.json is not None:
         given.json.write_text(json.dumps(ran, indent=2) + "\n", encoding="utf8")
