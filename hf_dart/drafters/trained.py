@@ -110,6 +110,8 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         if not all(module in compatible for module in lent):
             self._check_compatible(target, None)
             compatible.update(lent)
+            if lent[0] is self.shared.embeddings and type(lent[1]) is nn.Linear:  # the same target with a new LM head
+                self.shared.lm_head = lent[1]
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
         check_compatible(self.config, target, tokenizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,17 @@ def test_table_and_dtype(target: Any, table: Path, tmp_path: Path, form: Any) ->
     if form is published:
         assert load().name_or_path == path
     refused(lambda: load(dtype="bf17"), ValueError, "dtype is 'bf17'")
+
+
+def test_an_lm_head_that_was_replaced_is_read() -> None:
+    target = tiny_target("llama", tie_word_embeddings=False)
+    head = tiny_head(target)
+    hidden = torch.ones(1, head.config.hidden_size, dtype=head.dtype)
+    before = head.logits(hidden)
+    target.lm_head = deepcopy(target.lm_head)
+    target.lm_head.weight.data.neg_()
+    head.check_target(target)
+    assert torch.equal(head.logits(hidden), -before)
 
 
 def test_a_draft_costs_what_its_weights_do() -> None:
