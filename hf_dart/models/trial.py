@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from time import perf_counter
@@ -87,19 +87,20 @@ def _explained(model: PreTrainedModel, what: str) -> Iterator[None]:
         ) from failure
 
 
-@contextmanager
-def _unmoved(model: PreTrainedModel) -> Iterator[None]:
-    """Raise if the block draws from the generator that tokens are drawn from, and put it back."""
+def _unmoved(model: PreTrainedModel, forward: Callable[[], Any]) -> Any:
+    """Run a forward; raise if it draws from the generator that tokens are drawn from, which is put back."""
     device = device_of(model.get_input_embeddings())
-    before = generator_state(device)
-    yield
-    if not torch.equal(generator_state(device), before):
-        set_generator_state(device, before)
-        mode = "call model.eval() first, or " if in_training(model) else ""
-        raise _RefusalError(
-            f"{type(model).__name__} draws random numbers in its forward, so that its tokens depend on how often it "
-            f"runs; {mode}call generate without assistant=."
-        )
+    before = now = generator_state(device)
+    for _ in range(3):  # other threads may draw meanwhile
+        outputs = forward()
+        if torch.equal(now, now := generator_state(device)):
+            return outputs
+    set_generator_state(device, before)
+    mode = "call model.eval() first, or " if in_training(model) else ""
+    raise _RefusalError(
+        f"{type(model).__name__} draws random numbers in its forward, so that its tokens depend on how often it "
+        f"runs; {mode}call generate without assistant=."
+    )
 
 
 def forget(model: PreTrainedModel) -> None:
@@ -188,8 +189,9 @@ class _Trial:
         self._tokens = tokens.to(device_of(embeddings))
         rows, *self._refusal = _WORDS[pads]
         self._text, self._tree = f"plain text over a DynamicCache{rows}", f"a token tree{rows}"
-        with _unmoved(model), _explained(model, self._text):
-            self._outputs = StockSteps(model, self._tokens[:, :_PROMPT], self._pads, _empty_cache(model)).prefill()
+        with _explained(model, self._text):
+            given = model, self._tokens[:, :_PROMPT], self._pads
+            self._outputs = _unmoved(model, lambda: StockSteps(*given, _empty_cache(model)).prefill())
         short = self._outputs[cache_name(model)]
         holds_nothing = type(short) is DynamicCache and not states_of(short)
         if type(short) is not DynamicCache or (

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -207,6 +208,21 @@ def test_a_trial_is_few_and_short_forwards(target: dict[str, Any], forwards: int
     hook.remove()
     assert len(fed) == forwards
     assert max(fed) == 12
+
+
+@pytest.mark.parametrize(("draws", "refused"), [(1, False), (99, True)])
+def test_another_thread_may_draw_in_a_trial(draws: int, refused: bool) -> None:
+    """What a target draws itself, it draws each time."""
+    target, drawn = tiny_target("llama"), iter(range(draws))
+    target.model.register_forward_pre_hook(lambda *_: None if next(drawn, None) is None else torch.rand(1) and None)
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="draws random numbers") if refused else nullcontext():
+        attach(target)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    if not refused:
+        torch.rand(1)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_a_trial_that_takes_long_says_so(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
