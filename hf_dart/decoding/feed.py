@@ -52,7 +52,7 @@ class PromptReader:
     """
 
     def __init__(self, request: Request, state: Any) -> None:  # of the drafter
-        self._target, self._request, self.state = request.model, request, state
+        self._target, self.request, self.state = request.model, request, state
         prompt = request.prompt[:, request.cached - request.total :]
         if request.multimodal and not prompt.is_floating_point():
             # Ids of images may have no embedding: such models look up another token there before inserting the image's.
@@ -73,10 +73,10 @@ class PromptReader:
     @property
     def read(self) -> int:
         """Slots of the prompt that the target has read, the cached ones included; the last is `last`."""
-        return self._request.cached + self._next + 1
+        return self.request.cached + self._next + 1
 
     def __call__(self, **inputs: Any) -> Any:
-        drafter = self._request.drafter
+        drafter = self.request.drafter
         text_only = not extra_inputs(self._target, inputs)
         merged = drafter.reads_embeddings and inputs.get("input_ids") is not None and not text_only
         asked = inputs.get("output_hidden_states")
@@ -92,8 +92,8 @@ class PromptReader:
         if not asked and "hidden_states" in outputs:
             outputs["hidden_states"] = None
         self.hand_on(features, embeddings)
-        if self._request.pause is not None and self._next + 1 < self._prompt.shape[1]:
-            self._request.pause(self)
+        if self.request.pause is not None and self._next + 1 < self._prompt.shape[1]:
+            self.request.pause(self)
         return outputs
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
@@ -123,12 +123,12 @@ class PromptReader:
             piece = entries[:, first : first + AT_ONCE]
             taken = (counts - first).clamp(0, piece.shape[1])
             self.tail = Verified(entries_of(features, piece), entries_of(next_tokens, piece), taken)
-            self._request.drafter.extend(self.state, *self.tail)
+            self.request.drafter.extend(self.state, *self.tail)
         self._next += ready
 
     def prefill(self) -> None:
         """Run stock's prefill (prefix reuse, chunks) with this proxy in the model's place."""
-        request, target = self._request, self._target
+        request, target = self.request, self._target
         ids, kwargs = request.input_ids, dict(request.model_kwargs)
         self.outputs = outputs = type(target)._prefill(self, ids, request.generation_config, kwargs)
         grown = torch.cat([ids, ids.new_zeros(len(ids), 1)], dim=1)  # by any token

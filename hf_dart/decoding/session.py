@@ -20,7 +20,7 @@ from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
 from hf_dart.decoding.turns import resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
-from hf_dart.drafters.base import Proposal, Verified, entries_of
+from hf_dart.drafters.base import Drafter, Proposal, Verified, entries_of
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.features import states_at
 from hf_dart.models.forwards import standing_in
@@ -113,8 +113,9 @@ class Session:
                 reader, kinds, self.cache = read_prompt(asked, rows, state)
             self._packed = packed_drafts(request.model, drafter) if drafter.draft_length else ()
             # How the drafter is asked for a draft, and the target's forward over a tree: captured passes replace both.
-            self.propose_with: Callable[..., Proposal | None]
-            self.propose_with = self._propose_packed if self._packed else drafter.propose_ranked
+            self.propose_with: Callable[..., Proposal | None] = drafter.propose_ranked
+            if self._packed:
+                self.propose_with = partial(_propose_packed, drafter, self._packed)
             self.hidden_states: HiddenStates | None = None  # where the call returns them
             collects = request.collects("output_hidden_states")
             if collects:
@@ -225,10 +226,6 @@ class Session:
             self._draft_pads(proposal)
         return proposal
 
-    def _propose_packed(self, *given: Any) -> Proposal | None:
-        with standing_in(self._packed):
-            return self.request.drafter.propose_ranked(*given)
-
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """Return the draft after a second look at `tokens` [B, d] of the `first` one."""
         with self.aside(), standing_in(self._packed):
@@ -289,6 +286,11 @@ def accept(s: Session, tree: DraftTree, budget: Budget, logits: Tensor, features
         s.seen = s.rows.take(features, accepted.path, accepted.counts)
         s.count(tree, accepted, budget)
     return accepted
+
+
+def _propose_packed(drafter: Drafter[Any], packed: Sequence[Any], *given: Any) -> Proposal | None:
+    with standing_in(packed):
+        return drafter.propose_ranked(*given)
 
 
 def joined(chunks: list[Verified]) -> Verified:

@@ -96,7 +96,8 @@ class Recorder(Observer):
     """
 
     def __init__(self, learner: Any, session: Session, room: int) -> None:
-        self._learner, self._session, self._room = learner, session, room
+        self._learner, self._room = learner, room
+        self._stats, self._request = session.stats, session.request  # the session itself refers to its observers
         self._determined: bool | None = None  # the logits by the features
         self._counted, self._rounds, self._width = 0.0, 0, 0
         self._rows: list[list[Any]] = []  # of each row the parts of a segment since the last one, chunk by chunk
@@ -122,12 +123,12 @@ class Recorder(Observer):
 
     def _seconds(self) -> float:
         """Return the time that the call has taken since this was asked last."""
-        total = sum(self._session.stats.seconds.values())
+        total = sum(self._stats.seconds.values())
         since, self._counted = total - self._counted, total
         return since
 
     def _add(self, seen: Verified, logits: Callable[[], Tensor] | None) -> None:
-        target, drafter = self._session.request.model, cast(Any, self._session.request.drafter)
+        target, drafter = self._request.model, cast(Any, self._request.drafter)
         best: Any = ()
         if logits is not None:
             there = logits()
@@ -157,7 +158,7 @@ class Recorder(Observer):
         rows, self._rows, self._width = self._rows, [], 0
         if self._determined is None:
             return
-        config = self._session.request.generation_config
+        config = self._request.generation_config
         temperature = float(config.temperature or 1.0) if config.do_sample else 0.0
         with torch.inference_mode(False):  # tensors made in inference mode could not be trained on
             for chunks, own in zip(rows, self._prompt, strict=False):

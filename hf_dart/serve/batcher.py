@@ -9,6 +9,7 @@ from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from threading import Condition, Thread
+from traceback import clear_frames
 from typing import Any, Self
 
 import torch
@@ -180,6 +181,8 @@ class Batcher:
         with self._changed:
             if self._closed:
                 raise RuntimeError("This Batcher has been closed; make another one.")
+            # Those that were cancelled meanwhile make room, also behind others.
+            self._waiting = deque(call for call in self._waiting if not call.handle.cancelled())
             self._waiting.append(_Call(request, handle, autocast_dtype(self.device)))
             self._changed.notify()
             if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
@@ -213,7 +216,7 @@ class Batcher:
     def _calls(self) -> list[_Call]:
         """Return all requests that wait or run."""
         with self._changed:
-            return [*self._waiting, *self._running, *filter(None, [self._reading])]
+            return [*self._waiting, *filter(None, [self._reading]), *self._running]  # as they go from one to the next
 
     def __enter__(self) -> Self:
         return self
@@ -266,7 +269,7 @@ class Batcher:
         others = DraftStats()
 
         def pause(reader: PromptReader) -> None:
-            self._prefixes.keep(request, reader, shared)
+            self._prefixes.keep(reader, shared)
             with others.phase("prefill"):
                 self._round()
             self._read -= reader.read
@@ -328,4 +331,7 @@ class Batcher:
                 break_off(call.session)
         except BaseException as another:
             failure = failure or another
+        if failure is not None:
+            clear_frames(failure.__traceback__)  # whose variables are caches and activations of all that ran
+        call.session = None  # whose request refers to the call by its `pause`
         call.handle.end(output, failure)

@@ -38,7 +38,6 @@ class Handle(Future[Any]):
         self.stats: DraftStats | None = None
         self._news = Condition()
         self._told: list[Callable[[], object]] = []
-        self.add_done_callback(lambda _: self.put([]))
 
     def __iter__(self) -> Iterator[int]:
         sent = 0
@@ -67,7 +66,7 @@ class Handle(Future[Any]):
             try:
                 function()
             except Exception:  # the loop that it calls may be closed
-                self._told.remove(function)
+                self._told = [one for one in self._told if one is not function]
                 _LOGGER.exception("A callback of a request failed, and is not called again.")
 
     def end(self, output: Any, failure: BaseException | None = None) -> None:
@@ -79,3 +78,10 @@ class Handle(Future[Any]):
                 self.set_exception(failure)
         except InvalidStateError:
             assert self.cancelled()
+        self.put([])
+
+    def cancel(self) -> bool:
+        """Take the request back, if it has not ended; return whether it is cancelled."""
+        cancelled = super().cancel()
+        self.put([])
+        return cancelled

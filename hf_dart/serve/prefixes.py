@@ -92,9 +92,9 @@ class Prefixes:
             and not any(hasattr(part, "base_layer") for part in parts_of(request.model))  # adapters may be switched
         )
 
-    def keep(self, request: Request, reader: PromptReader, shared: int) -> None:
+    def keep(self, reader: PromptReader, shared: int) -> None:
         """Keep what has been read of a prompt in pieces, if the next one would go beyond what is `shared` (`begin`)."""
-        read, state = reader.read, reader.state
+        request, read, state = reader.request, reader.read, reader.state
         if not read <= shared < read + request.generation_config.prefill_chunk_size or read > self._most:
             return
         own = _copy(state) if type(state) is SlotCache and int(state.counted + state.dropped) == read - 1 else None

@@ -6,7 +6,9 @@ import gc
 import sys
 from itertools import cycle, islice
 from mmap import mmap
+from traceback import walk_tb
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -15,10 +17,13 @@ from support.compare import snapshot
 from support.memory import RUNS, resident
 from support.tiny import prompts, tiny_head, tiny_target
 from support.turns import KINDS
-from support.users import Listener, OwnError
+from support.users import Listener, OwnError, Processor
 
-from hf_dart import TreeConfig
+from hf_dart import Batcher, Learner, TreeConfig, attach
+from hf_dart.decoding.session import Session
+from hf_dart.models import packed_weights
 from hf_dart.models.stock_steps import CACHE
+from hf_dart.serve import batcher
 
 LIMIT = 16 * 2**20
 
@@ -75,6 +80,37 @@ def test_memory_is_flat(number: int) -> None:
     assert live_tensors() <= tensors
     assert min(grown) < LIMIT, grown
     assert [snapshot(target) for target in targets] == before
+
+
+def test_what_has_ended_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By reference counts alone: collecting cycles may come too late for the next call's caches."""
+    target = tiny_target("llama", dtype=torch.float32)
+    head, sessions, made = tiny_head(target), list[Any](), Session.__init__
+    monkeypatch.setattr(Session, "__init__", lambda self, *given: (sessions.append(ref(self)), made(self, *given))[1])
+    monkeypatch.setattr(packed_weights, "_LEAST", 1)
+    monkeypatch.setattr(batcher, "PIECE", 4)
+    options: dict[str, Any] = {**prompts([30]), "max_new_tokens": 10}
+    gc.collect()
+    gc.disable()
+    try:
+        target.generate(**options, assistant=head)
+        attach(target, head, learner=Learner())  # which packs weights
+        target.generate(**options)
+        assert packed_weights.packed_weights(target)
+        with Batcher(target, head) as served:
+            handles = [served.submit(**options, seed=seed) for seed in range(3)]
+            failing = served.submit(**options, logits_processor=[Processor("raises")])
+            handles[1].cancel()
+        assert isinstance(failing.exception(), OwnError)
+        frames = [frame for frame, _ in walk_tb(failing.exception().__traceback__)]
+        assert not any(frame.f_locals for frame in frames if frame.f_code.co_filename != batcher.__file__)
+        assert len(sessions) >= 4
+        assert not [one for one in sessions if one() is not None]
+        freed = ref(handles[0])
+        del handles, failing, frames
+        assert freed() is None
+    finally:
+        gc.enable()
 
 
 def test_a_leak_would_be_seen() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby, product
 from random import Random
-from threading import Thread, current_thread, main_thread
+from threading import Event, Thread, current_thread, main_thread
 from time import sleep
 from typing import Any
 
@@ -21,6 +21,7 @@ from support.families import needs_running_states
 from support.makers import MAKERS, PARTS, pair
 from support.tiny import prompts, tiny_head, tiny_target
 from support.users import TOKENIZER, Criterion, FormProcessor, OwnError, Processor, Stopped, fail
+from torch import Tensor
 from transformers import LogitsProcessor
 
 from hf_dart import Batcher, Learner, LookupDrafter, SuffixStore, TreeConfig, attach
@@ -298,6 +299,23 @@ def test_refusals() -> None:
     for bound, words in ({"seats": 0}, "seats is 0; .* from 1 on"), ({"prefix_tokens": -1}, "is -1; .* from 0 on"):
         with pytest.raises(ValueError, match=words):
             Batcher(target, **bound)
+
+
+def test_cancelled_requests_wait_no_longer() -> None:
+    """Behind one that waits in earnest, too."""
+    target, going_on = tiny_target("llama"), Event()
+
+    def hold(ids: Tensor, scores: Tensor) -> Tensor:
+        going_on.wait(60)
+        return scores
+
+    with Batcher(target, tiny_head(target), seats=1) as batcher:
+        handles = [batcher.submit(**prompts([5]), **GREEDY, logits_processor=[hold]) for _ in range(2)]
+        for _ in range(9):
+            batcher.submit(**prompts([5]), **GREEDY).cancel()
+        assert len(batcher._waiting) < 4
+        going_on.set()
+        assert torch.equal(*(handle.result(timeout=60) for handle in handles))
 
 
 def test_processors_that_draw() -> None:
