@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,12 +21,15 @@ from hf_dart.models.forwards import forward_before
 from hf_dart.models.support import parts_of
 
 _STAY = {"forward", "_output_capturing_hooks_installed"}
+# How often a target may have changed without another sign of it: `trial.forget` counts.
+changes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     """Return a key of a target's module kinds, code, hooks, modes, attention, device, dtype and adapters, and autocast.
 
-    What that code reads (globals, attributes, closures) is not looked into: whoever changes it attaches again.
+    What that code reads (globals, attributes, closures) is not looked into: whoever changes it attaches again, which
+    changes the key, too.
     """
     parts = parts_of(model)
     kinds = (*map(type, parts), *{type(part._parameters.get("weight")): None for part in parts})
@@ -40,7 +44,8 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     modes, attention = tuple(part.training for part in parts), attention_of(model)
     code += [_code_of(registered(interface, attention)) for interface in (AttentionInterface, AttentionMaskInterface)]
     device = device_of(model.get_input_embeddings())
-    return attention, device, model.dtype, autocast_dtype(device), kinds, modes, tuple(code), adapters
+    told = changes.get(model, 0)
+    return told, attention, device, model.dtype, autocast_dtype(device), kinds, modes, tuple(code), adapters
 
 
 def users_hooks(part: nn.Module) -> list[Any]:

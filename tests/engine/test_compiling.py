@@ -41,6 +41,11 @@ def test_one_graph_without_a_break() -> None:
     assert len(made.tiers) == 1
     assert counters["stats"]["unique_graphs"] == parts(made) == 3, "a root alone, a tree, a draft"
     assert not counters["graph_break"]
+    for layer in target.model.layers:  # a constant of the code
+        layer.self_attn.scaling *= 0.5
+    target.config.rescaled = True  # stock's run is another one
+    hf_dart.attach(target)
+    assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
 
 
 @pytest.mark.matrix

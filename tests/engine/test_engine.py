@@ -113,6 +113,7 @@ CHANGES: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {
     "a weight of the head": (lambda target, head: write(next(head.parameters())), True),
     "a function": (lambda target, head: setattr(target.model.layers[0].mlp, "act_fn", nn.Tanh()), True),
     "code": (lambda target, head: scale(target.model.layers[0].mlp), True),
+    "another thing, as the user says": (lambda target, head: hf_dart.attach(target), True),
     "a module": (lambda target, head: setattr(target.model, "norm", Counts(target.model.norm).eval()), True),
     # transformers' own hooks stay from here on
     "hidden states": (lambda target, head: target(**prompts([7]), output_hidden_states=True), False),

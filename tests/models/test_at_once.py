@@ -15,6 +15,7 @@ from transformers import DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update
 
+from hf_dart import attach
 from hf_dart.cache.states import RunningStates, StatefulCache, StateSlot, states_of
 from hf_dart.models.running_states import tree_forward
 from hf_dart.models.running_states.at_once import convolution, delta_rule
@@ -142,14 +143,16 @@ def test_modules_give_what_they_give_by_levels(family: str) -> None:
 def test_what_is_not_shown_to_be_right_stays_by_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another rule or forward in its place, states that are used otherwise, a rule in float32 of a wider target."""
     plain = modeling_qwen3_5.torch_recurrent_gated_delta_rule
-    assert all(mixer.family is not None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
+    changing = attach(tiny_target("qwen3_5", dtype=torch.bfloat16))
+    assert all(mixer.family is not None for mixer in mixers_of(changing))
 
     def slower(*args: Any, g: Tensor, **kwargs: Any) -> Any:
         return plain(*args, g=g * 1.001, **kwargs)
 
     with monkeypatch.context() as patched:
         patched.setattr(modeling_qwen3_5, "torch_recurrent_gated_delta_rule", slower)
-        assert all(mixer.family is None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
+        for target in (tiny_target("qwen3_5", dtype=torch.bfloat16), attach(changing)):
+            assert all(mixer.family is None for mixer in mixers_of(target))
     assert all(mixer.family is None for mixer in mixers_of(tiny_target("falcon_h1", dtype=torch.float32)))
     assert all(mixer.family is None for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.float64)))
     target = tiny_target("qwen3_5", dtype=torch.float32)
