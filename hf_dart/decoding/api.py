@@ -48,7 +48,7 @@ def attach(
 
     The target is first tried on a random tree (`models.trial.check_verification`), unless it is being trained. The
     result holds for its modules, their code and hooks, its attention, device and dtype. What that code reads (a global,
-    an attribute) is not checked: attach again after changing it, and compile again what was compiled.
+    an attribute) is not checked: attach again after changing it.
 
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
