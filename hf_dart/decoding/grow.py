@@ -29,7 +29,7 @@ from hf_dart.decoding.grammars import grammars_of
 from hf_dart.drafters.base import Drafter, Proposal
 from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, Memory, RowCopies, best_size, tree_of_copies, with_copies
+from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, RowCopies, best_size, tree_of_copies, with_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores
@@ -60,7 +60,7 @@ class TreeGrower:
         device: torch.device,  # of the target
         ends: Collection[int] = (),  # tokens that end a text
         cost: Callable[[bool], RoundCost] | None = None,  # of a round, drafted or not; None for those of `config`
-        memory: Memory | None = None,  # texts of earlier calls, which are copied, too
+        memory: Any = None,  # texts of earlier calls, which are copied, too
         chances: Sequence[float] | None = None,  # as for `RowCopies`
         size: float = inf,  # V of the target: ids from it on, as some images have, are not copied
     ) -> None:

@@ -174,13 +174,9 @@ class Seats:
         grown = self._trees(timed)
         size = max(tree.size for tree, _ in grown)
         trees = [tree.padded(size) for tree, _ in grown]
-        tree = DraftTree(
-            torch.cat([one.tokens for one in trees]),
-            torch.cat([one.parents for one in trees]),
-            torch.cat([one.depths for one in trees]),
-            torch.cat([one.ancestors for one in trees]),
-            max_depth=max(one.max_depth for one in trees),
-        )
+        parts = zip(*((one.tokens, one.parents, one.depths, one.ancestors) for one in trees), strict=True)
+        tokens, parents, depths, ancestors = map(torch.cat, parts)
+        tree = DraftTree(tokens, parents, depths, ancestors, max_depth=max(one.max_depth for one in trees))
         with timed.phase("verify"):
             logits, features = self._verify(tree, [budget.limits[0] for _, budget in grown])
         for seat in seats:

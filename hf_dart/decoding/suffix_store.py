@@ -267,7 +267,7 @@ class Namespace:
 
     @property
     def base(self) -> int:
-        """See `trees.copies.Memory`."""
+        """Number that is added to each stored token, another one for each namespace."""
         return self.store.number(self.name) << 32
 
     def take_in(self, text: Sequence[int], copied: RowCopies) -> None:

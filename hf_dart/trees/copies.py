@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
 from math import inf, log
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -316,33 +316,16 @@ class TextIndex:
         return places[lengths > 0], lengths[lengths > 0]
 
 
-class Memory(Protocol):
-    """Texts of earlier calls, `matches` in them, and the `chances` of each cell that copies from them are right.
-
-    `base` is added to each stored token, another number for each namespace.
-    """
-
-    @property
-    def base(self) -> int: ...
-
-    def matches(self, ending: Sequence[int], depth: int) -> tuple[list[list[int]], list[int]]: ...
-
-    def chances(self) -> Sequence[float]: ...
-
-
 class RowCopies:
     """Copies after one row's text: from the text itself and, where there is one, from a memory.
 
-    The text is a shared list of token ids, which grows from outside. `chances` are c of each cell at first; None for
-    the memory's, or without one for `PRIOR`. Ids from `size` on, which have no logit, are not copied.
+    The text is a shared list of token ids, which grows from outside; a memory is a `decoding.suffix_store.Namespace`.
+    `chances` are c of each cell at first; None for the memory's, or without one for `PRIOR`. Ids from `size` on, which
+    have no logit, are not copied.
     """
 
     def __init__(
-        self,
-        text: list[int],
-        memory: Memory | None = None,
-        chances: Sequence[float] | None = None,
-        size: float = inf,
+        self, text: list[int], memory: Any = None, chances: Sequence[float] | None = None, size: float = inf
     ) -> None:
         self._text, self._memory = text, memory
         self._base = 1 + (0 if memory is None else memory.base)
