@@ -42,9 +42,9 @@ _known: WeakKeyDictionary[PreTrainedModel, PackedWeights] = WeakKeyDictionary()
 class PackedLinear(StandIn):
     """Forward of an `nn.Linear` that reads a packed copy of its weight [out, in], in threads that verify or draft.
 
-    A weight that was replaced, written to or moved since it was packed is read as it is. So are fewer rows than
-    `fewest`, and the weight of a module whose instance has a forward of its own, such as a hook of Accelerate's. Other
-    rows are filled up to as many as `filled`.
+    A weight that was replaced, written to or moved since it was packed is read as it is. So are all under autocast, for
+    fewer rows than `fewest`, and of a module whose instance has a forward of its own, such as a hook of Accelerate's.
+    Other rows are filled up to as many as `filled`.
     """
 
     module: nn.Linear
@@ -61,7 +61,7 @@ class PackedLinear(StandIn):
         rows, weight = input.numel() // input.shape[-1], self.weight
         replaced = self.module._parameters.get("weight") is not weight
         changed = replaced or (weight.data_ptr(), weight._version) != self.state
-        if rows < self.fewest or changed or input.dtype != weight.dtype:
+        if rows < self.fewest or changed or torch.is_autocast_enabled("cpu"):
             return self._forward(input)
         if rows >= self.filled:
             return packed_linear(input, self.copy, self.module.bias)

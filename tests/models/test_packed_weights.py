@@ -361,11 +361,16 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_what_reads_plain_weights(target: Any) -> None:
-    """Autocast, which multiplies what it casts; a detached target, and those of other dtypes."""
+    """Autocast, which multiplies what it casts, around a call or in a forward; a detached target, and other dtypes."""
     pack(attach(target))
     spoil(target)
-    with torch.autocast("cpu", torch.bfloat16):
+    narrow = torch.autocast("cpu", torch.bfloat16)
+    with narrow:
         assert torch.equal(*product(target))
+    inside = narrow(target.lm_head)
+    hidden = torch.ones(4, target.config.hidden_size)
+    with torch.no_grad(), standing_in(packed_weights(target)):
+        assert torch.equal(inside(hidden), F.linear(hidden.bfloat16(), target.lm_head.weight.bfloat16()))
     detach(target)
     others = [tiny_target("llama", dtype=dtype) for dtype in (torch.float64, torch.float16)]
     for one in others:
