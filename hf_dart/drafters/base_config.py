@@ -57,8 +57,8 @@ class DrafterConfig(PreTrainedConfig):
     changeable: ClassVar[tuple[str, ...]] = ("tree", "target_name", "draft_window", "draft_sink")
     """Fields that a trained drafter may be given other values of."""
 
-    former_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that files of earlier versions have and this config has not."""
+    former_fields: ClassVar[dict[str, Any]] = {}
+    """Fields that files of earlier versions have and this config has not, with the only values that are read."""
 
     attention_bias = output_bias = mlp_bias = qk_norm = False  # no fields but of a `HeadConfig`
 
@@ -89,6 +89,9 @@ class DrafterConfig(PreTrainedConfig):
     origin_license: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name, value in self.former_fields.items():
+            if kwargs.pop(name, value) != value:
+                raise ValueError(f"{type(self).__name__} of this version has no {name}; train a drafter without it.")
         super().__post_init__(**kwargs)
         for kind in type(self).__mro__:
             if issubclass(kind, DrafterConfig):

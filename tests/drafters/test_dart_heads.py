@@ -226,7 +226,7 @@ def test_files_that_do_not_fit_are_one_sentence(target: Any, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps({**content, "inject_features": False}))
     DartHead.from_pretrained(str(tmp_path), target=target)
     (tmp_path / "config.json").write_text(json.dumps({**content, "inject_features": True}))
-    refused(lambda: DartHead.from_pretrained(str(tmp_path), target=target), ValueError, "train a head without it")
+    refused(lambda: DartHead.from_pretrained(str(tmp_path), target=target), ValueError, "train a drafter without it")
     head.draft_vocabulary[-1] = 1000
     head.save_pretrained(tmp_path)
     refused(lambda: DartHead.from_pretrained(str(tmp_path), target=target), ValueError, "draft vocabulary")

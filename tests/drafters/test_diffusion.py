@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,6 @@ from hf_dart.drafters.diffusion.drafter import MASK, DiffusionConfig
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 KINDS: dict[str, dict[str, Any]] = {
     "shared": {},
-    "own table": {"share_embeddings": False, "hidden_size": 24},
     "features": {"feature_layers": [0, 2]},
     "other widths": {"hidden_size": 24, "num_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1},
 }
@@ -108,30 +108,35 @@ def test_what_a_draft_costs(target: Any, batch: int) -> None:
 
 @torch.no_grad()
 def test_prompts_without_ids(target: Any) -> None:
-    """Embeddings are read as their tokens where the table is shared, and as masked tokens where it is not."""
+    """Embeddings are read as their tokens."""
     tokens = torch.tensor([[3, 9, 4, 17]])
     embeddings = target.get_input_embeddings()(tokens)
-    for drafter in (tiny_diffusion_drafter(target), tiny_diffusion_drafter(target, share_embeddings=False)):
-        shared = drafter.config.share_embeddings
-        assert torch.equal(drafter.embed(embeddings), drafter.embed(tokens if shared else torch.full((1, 4), MASK)))
+    drafter = tiny_diffusion_drafter(target)
+    assert torch.equal(drafter.embed(embeddings), drafter.embed(tokens))
 
 
 # ---- files and fit ------------------------------------------------------------------------------------------
 
 
 def test_what_fits(target: Any, tmp_path: Path) -> None:
-    """A drafter that shares nothing fits every target with its vocabulary."""
-    for number, kind in enumerate(("shared", "features", "own table")):
+    """One that reads no features fits targets of any depth; files of earlier versions say that they share a table."""
+    for number, kind in enumerate(("shared", "features")):
         tiny_diffusion_drafter(target, **KINDS[kind]).save_pretrained(tmp_path / str(number))
     wider, deeper = tiny_target("qwen3", hidden_size=64), tiny_target("llama", num_hidden_layers=3)
     larger = tiny_target("qwen3", vocab_size=64)
-    wrong = {(0, wider): "embedding width", (1, wider): "embedding width", (1, deeper): "layers", (2, larger): "rows"}
+    wrong = {(0, wider): "embedding width", (1, wider): "embedding width", (1, deeper): "layers", (0, larger): "rows"}
     for (number, other), words in wrong.items():
         load = partial(DiffusionDrafter.from_pretrained, str(tmp_path / str(number)), target=other)
         refused(load, ValueError, words)
-    for number, other in ((0, deeper), (2, deeper), (2, wider)):
-        drafter = DiffusionDrafter.from_pretrained(str(tmp_path / str(number)), target=other)
-        assert_identical(other, drafter, prompts([7]), **GREEDY)
+    file = tmp_path / "0" / "config.json"
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps({**content, "share_embeddings": False}))
+    load = partial(DiffusionDrafter.from_pretrained, str(file.parent), target=deeper)
+    refused(load, ValueError, "has no share_embeddings")
+    file.write_text(json.dumps({**content, "share_embeddings": True}))
+    drafter = load()
+    assert "share_embeddings" not in drafter.config.to_dict()
+    assert_identical(deeper, drafter, prompts([7]), **GREEDY)
     refused(lambda: drafter.reduce_vocabulary([3]), ValueError, "scores all tokens")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical, run
-from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.users import letters
 
 from hf_dart import attach
@@ -27,15 +27,13 @@ def test_tables_that_differ_in_padding_rows(rows: int) -> None:
     """One tokenizer, tables of different size: the drafter scores fewer or more ids than the target has."""
     made_for, target, tokenizer = tiny_target("llama", vocab_size=rows), attach(tiny_target("llama")), letters("abcdef")
     head = tiny_head(made_for, own_lm_head=True, editor=True, tokenizer=tokenizer).bind(target, tokenizer)
-    fields = {"share_embeddings": False, "hidden_size": 32, "tokenizer": tokenizer}
-    diffusion = tiny_diffusion_drafter(made_for, **fields).bind(target, tokenizer)
     ends: dict[str, Any] = {"eos_token_id": [3, 11, 19], "pad_token_id": VOCABULARY - 1, "no_repeat_ngram_size": 3}
-    for drafter, refine in ((head, 0), (head, 1), (diffusion, 0)):
+    for refine in (0, 1):
         for options in ({"do_sample": False}, {"do_sample": True, "top_k": 0, **ends}):
-            assert_identical(target, drafter, prompts([7, 4]), **options, max_new_tokens=16, refine=refine)
-        for sample in (False, True):
-            loop = DartCandidateGenerator.stock_loop(drafter)
-            target.generate(**prompts([7]), do_sample=sample, max_new_tokens=8, custom_generate=loop)
+            assert_identical(target, head, prompts([7, 4]), **options, max_new_tokens=16, refine=refine)
+    for sample in (False, True):
+        loop = DartCandidateGenerator.stock_loop(head)
+        target.generate(**prompts([7]), do_sample=sample, max_new_tokens=8, custom_generate=loop)
 
 
 def test_a_draft_vocabulary_is_the_targets() -> None:

@@ -96,5 +96,5 @@ def test_trees_follow_the_branches(llama: tuple[Any, EagleDrafter]) -> None:
 
 
 def test_what_belongs_to_dart_heads_is_refused() -> None:
-    refused(lambda: EagleConfig(selector_rank=4), ValueError, "selector_rank belongs to DART heads")
+    refused(lambda: EagleConfig(selector_rank=4), ValueError, "has no selector_rank")
     refused(lambda: EagleConfig(beam=0), ValueError, "beam is 0")

@@ -175,16 +175,15 @@ def test_options_are_told(tmp_path: Path) -> None:
         "| options | beam 3 |": (tiny_eagle_drafter, {"beam": 3}),
         ", unmasking left_to_right |": (tiny_diffusion_drafter, {"unmasking": "left_to_right"}),
         "| reads | layers 0, 2 of the target's 2 |": (tiny_diffusion_drafter, {"feature_layers": [0, 2]}),
-        "its tokens' table included": (tiny_diffusion_drafter, {"share_embeddings": False}),
+        "its tokens' table included": (tiny_head, {"embeddings": "own"}),
     }
     for said, (make, fields) in told.items():
         make(tiny_target() if make is tiny_head else llama_target("llama"), **fields).save_pretrained(tmp_path)
         card = render_card(HeadFacts.read(tmp_path))
         assert said in card
         assert "eprint = {" in card
-        own_table = not fields.get("share_embeddings", True)
-        assert ("embeddings and LM head are the target's" in card) != own_table
-        assert ("A model with other vocabulary is refused" in card) == own_table
+        assert ("embeddings and LM head are the target's" in card) == ("embeddings" not in fields)
+        assert "A model with other widths, layers or vocabulary is refused" in card
 
 
 def test_what_people_wrote_stays() -> None:

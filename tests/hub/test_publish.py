@@ -30,7 +30,6 @@ BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
 MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "dart": (tiny_head, {}),
     "diffusion": (tiny_diffusion_drafter, {}),
-    "diffusion, own table": (tiny_diffusion_drafter, {"share_embeddings": False, "hidden_size": 24}),
     "eagle": (tiny_eagle_drafter, {}),
 }
 

@@ -24,7 +24,7 @@ DRAFTERS: dict[str, Callable[[Any], Any]] = {
     "head": tiny_head,
     "peagle": lambda target: tiny_head(target, mask_mode="peagle", mask_token_id=47),
     "eagle": tiny_eagle_drafter,
-    "diffusion": lambda target: tiny_diffusion_drafter(target, share_embeddings=True),
+    "diffusion": tiny_diffusion_drafter,
 }
 
 

@@ -62,10 +62,7 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "peagle": lambda target: tiny_head(target, mask_mode="peagle", mask_token_id=46),
     "some tokens": lambda target: tiny_head(target, draft_vocabulary=SOME, selector_rank=4, editor=True),
     "eagle, some tokens": lambda target: tiny_eagle_drafter(target).reduce_vocabulary(SOME),
-    "own table": lambda target: tiny_diffusion_drafter(
-        target, share_embeddings=False, hidden_size=24, unmasking="left_to_right"
-    ),
-    "features": lambda target: tiny_diffusion_drafter(target, feature_layers=[0, 2]),
+    "features": lambda target: tiny_diffusion_drafter(target, feature_layers=[0, 2], unmasking="left_to_right"),
 }
 """Variants of those, with parts that others lack."""
 

@@ -119,8 +119,6 @@ def test_evaluations_are_of_the_blocks_alone(tmp_path: Path) -> None:
     trainers = (trainer_on(tmp_path, rows, rows, text_weight=weight) for weight in (0.0, 1.0))
     first, second = (trainer.evaluate()["eval_loss"] for trainer in trainers)
     assert first == second
-    with pytest.raises(ValueError, match=r"give share_embeddings=True\.$"):
-        trainer_on(tmp_path, [], head=partial(tiny_drafter, share_embeddings=False))
 
 
 def test_what_is_masked(tmp_path: Path) -> None:

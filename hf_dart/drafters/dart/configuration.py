@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from hf_dart.drafters.base_config import HeadConfig
 from hf_dart.errors import check_fields
@@ -54,7 +54,7 @@ class DartConfig(HeadConfig):
 
     model_type = "dart"
     changeable = (*HeadConfig.changeable, "selector_rank", "selector_kind")
-    former_fields = ("inject_features",)
+    former_fields: ClassVar[dict[str, Any]] = {"inject_features": False}
 
     # That of DFlash (arXiv 2602.06036); more cost more than they bring there.
     most_layers = 5
@@ -72,8 +72,6 @@ class DartConfig(HeadConfig):
     editor: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if kwargs.pop("inject_features", False):
-            raise ValueError("This version of hf_dart has no inject_features; train a head without it.")
         super().__post_init__(**kwargs)
         check_fields(self, choices=_CHOICES, least={"selector_rank": 0})
         if self.copied_layer is not None and self.input_form != "stream":

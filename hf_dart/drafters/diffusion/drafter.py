@@ -13,7 +13,6 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -39,8 +38,6 @@ class DiffusionConfig(DrafterConfig):
             first ("left_to_right"); what `drafter.unmasking` starts as.
         context_window: W, how many tokens back a position attends to; at most the length of the rows trained on.
         num_layers: decoder layers of the drafter's own transformer, whose width is `hidden_size`.
-        share_embeddings: read and write tokens through the target's embeddings and LM head, which are then not
-            stored; otherwise the drafter has its own table, and fits every target with that tokenizer.
         lm_head_size: width of the target's LM head.
 
     The other fields are those of `hf_dart.drafters.base_config.DrafterConfig`; without `feature_layers` the drafter
@@ -49,13 +46,13 @@ class DiffusionConfig(DrafterConfig):
 
     model_type = "dart_diffusion"
     changeable = (*DrafterConfig.changeable, "denoise_steps", "unmasking")
+    former_fields: ClassVar[dict[str, Any]] = {"share_embeddings": True}
 
     draft_length: int = 16
     denoise_steps: int = 1
     unmasking: str = "confidence"
     context_window: int = 256
     num_layers: int = 2
-    share_embeddings: bool = True
     feature_layers: list[int] | tuple[int, ...] = ()
     lm_head_size: int = 256
 
@@ -71,9 +68,7 @@ class DiffusionConfig(DrafterConfig):
 
     @property
     def needs(self) -> dict[str, int]:
-        needs: dict[str, int] = {}
-        if self.share_embeddings:
-            needs |= {"embedding width": self.embedding_size, "LM head width": self.lm_head_size}
+        needs = {"embedding width": self.embedding_size, "LM head width": self.lm_head_size}
         if self.feature_layers:
             needs |= {"hidden size": self.feature_size, "number of layers": self.target_num_layers}
         return needs
@@ -120,13 +115,10 @@ class DiffusionDrafter(TrainedDrafter):
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
         hidden = config.hidden_size
-        if config.share_embeddings:
-            self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
-            self.embedding_proj = nn.Linear(config.embedding_size, hidden, bias=False)
-            same = hidden == config.lm_head_size
-            self.output_proj = nn.Identity() if same else nn.Linear(hidden, config.lm_head_size, bias=False)
-        else:
-            self.token_embedding = nn.Embedding(config.vocab_size, hidden)
+        self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
+        self.embedding_proj = nn.Linear(config.embedding_size, hidden, bias=False)
+        same = hidden == config.lm_head_size
+        self.output_proj = nn.Identity() if same else nn.Linear(hidden, config.lm_head_size, bias=False)
         if config.feature_layers:
             self.feature_proj = nn.Linear(config.features_width, hidden, bias=False)
             self.feature_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
@@ -139,7 +131,7 @@ class DiffusionDrafter(TrainedDrafter):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if self.config.share_embeddings and module is self.output_proj and isinstance(module, nn.Linear):
+        if module is self.output_proj and isinstance(module, nn.Linear):
             # The target's LM head reads normed states, for which the usual initial scale would be far too small.
             nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
         else:
@@ -148,22 +140,11 @@ class DiffusionDrafter(TrainedDrafter):
     # ---- the network --------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...], `MASK` for masked ones, to what goes into the first layer [..., H].
-
-        A prompt given as `inputs_embeds` is floating; a drafter with a table of its own reads it as masked tokens.
-        """
-        if tokens.is_floating_point() and not self.config.share_embeddings:
-            tokens = tokens.new_full(tokens.shape[:-1], MASK, dtype=torch.long)
+        """Token ids [...], `MASK` for masked ones, or embeddings, to what goes into the first layer [..., H]."""
         if tokens.is_floating_point():
             return self._project(tokens)
         # Asking whether any is masked would make the host wait for the device.
-        known = tokens.clamp(min=0).to(self.device)
-        if self.config.share_embeddings:
-            embedded = self._project(self.shared.embed(known))
-        else:
-            rows = self.config.vocab_size  # the target's table may have more rows: padding
-            tokens = torch.where(tokens < rows, tokens, MASK)
-            embedded = self.token_embedding(known.clamp(max=rows - 1))
+        embedded = self._project(self.shared.embed(tokens.clamp(min=0).to(self.device)))
         return torch.where((tokens < 0).to(self.device)[..., None], self.mask_token.weight[0], embedded)
 
     def _project(self, embeddings: Tensor) -> Tensor:
@@ -177,15 +158,8 @@ class DiffusionDrafter(TrainedDrafter):
             x = x + self.feature_norm(self.feature_proj(features))
         return x
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Compute logits [..., V] from the output of `forward`, [..., H] of the LM head."""
-        if not self.config.share_embeddings:
-            return F.linear(hidden, self.token_embedding.weight)
-        return super().logits(hidden)
-
     def read_out(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return self.output_proj(x) if self.config.share_embeddings else x
+        return self.output_proj(self.norm(x))
 
     def forward(
         self,
@@ -216,10 +190,6 @@ class DiffusionDrafter(TrainedDrafter):
         return min(self.denoise_steps, max(depth, self.draft_length))  # a shorter draft is cut from the whole block
 
     # ---- drafting -----------------------------------------------------------------------------------
-
-    @property
-    def reads_embeddings(self) -> bool:
-        return self.config.share_embeddings
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         # Entries attend to a window only: in parts of its length, the cost of a prompt is linear in its length.

@@ -57,9 +57,6 @@ class EagleConfig(HeadConfig):
     norm_output: bool = False
 
     def __post_init__(self, **kwargs: Any) -> None:
-        for name, default in _FORMER.items():
-            if kwargs.pop(name, default) != default:
-                raise ValueError(f"{name} belongs to DART heads, and an EAGLE head has none; leave it out.")
         super().__post_init__(**kwargs)
         check_fields(self, least={"beam": 1})
         normed = self.fusion_norm != "none" or self.norm_before_residual or self.norm_output
@@ -72,8 +69,8 @@ class EagleConfig(HeadConfig):
 
 # Earlier versions wrote the fields of DART heads into config.json too, as DART heads have them by default.
 _OWN = {one.name for one in fields(EagleConfig)}
-_FORMER = {one.name: one.default for one in fields(DartConfig) if one.name not in _OWN} | {"inject_features": False}
-EagleConfig.former_fields = tuple(_FORMER)
+_OTHERS = {one.name: one.default for one in fields(DartConfig) if one.name not in _OWN}
+EagleConfig.former_fields = DartConfig.former_fields | _OTHERS
 
 
 Memory = Callable[[int], KeyValueWriter]

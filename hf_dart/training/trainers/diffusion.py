@@ -14,7 +14,6 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from hf_dart.drafters.diffusion.drafter import MASK, DiffusionDrafter
 from hf_dart.errors import check_fields
@@ -61,21 +60,12 @@ class DiffusionTrainingArguments(DrafterTrainingArguments):
 class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
     """Trainer of a [`DiffusionDrafter`], which learns to draft for its target.
 
-    Evaluations draft in one step: their blocks are all masked. Arguments and errors are those of [`DrafterTrainer`],
-    and a drafter with embeddings of its own raises a `ValueError`.
+    Evaluations draft in one step: their blocks are all masked. Arguments and errors are those of [`DrafterTrainer`].
     """
 
     drafter_class = DiffusionDrafter
     drafter_arguments = (DiffusionArguments,)
     training_arguments = DiffusionTrainingArguments
-
-    def __init__(
-        self, drafter: DiffusionDrafter, target: PreTrainedModel, args: DiffusionTrainingArguments, **kwargs: Any
-    ) -> None:
-        self.check_drafter(drafter)
-        if not drafter.config.share_embeddings:
-            raise ValueError("A drafter that is trained has the target's embeddings; give share_embeddings=True.")
-        super().__init__(drafter, target, args, **kwargs)
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Add `anchors`, `times` [B, K], a `seed`, and `slots` [B, K, d]: revealed tokens, `MASK` for the others."""
