@@ -23,7 +23,8 @@ import hf_dart
 from hf_dart import DartHead
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.training import DartTrainer, DartTrainingArguments
-from hf_dart.training.lora import LoraArguments, apply_lora
+from hf_dart.training.run import apply_lora
+from hf_dart.training.trainers.arguments import LoraArguments
 
 PAIR = Path(hf_dart.__file__).parent / "demo_pair"
 PREFIX = 64  # tokens of the domain's files in a row

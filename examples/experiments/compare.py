@@ -29,7 +29,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_dart import DartConfig, DartHead
 from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, load_rows
-from hf_dart.training.lora import LoraArguments, apply_lora
+from hf_dart.training.run import apply_lora
+from hf_dart.training.trainers.arguments import LoraArguments
 
 
 @dataclass(frozen=True)

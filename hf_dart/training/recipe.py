@@ -15,8 +15,12 @@ from transformers import HfArgumentParser
 from hf_dart.drafters.registry import trainers
 from hf_dart.errors import did_you_mean, sentence
 from hf_dart.training.data.sources import DataArguments
-from hf_dart.training.lora import LoraArguments
-from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments, TargetArguments
+from hf_dart.training.trainers.arguments import (
+    DrafterArguments,
+    DrafterTrainingArguments,
+    LoraArguments,
+    TargetArguments,
+)
 from hf_dart.training.trainers.trainer import DrafterTrainer
 
 

@@ -9,21 +9,22 @@ from typing import Any
 
 import numpy as np
 from huggingface_hub import constants
+from peft import LoraConfig
 from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dart.drafters.registry import trainers
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.errors import as_user_error, refuse_unknown
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.loading import head_path, load_target
 from hf_dart.training.checkpoints import newest_checkpoint, whole
 from hf_dart.training.data.frequent import frequent_tokens, token_counts
 from hf_dart.training.data.sources import load_rows
-from hf_dart.training.lora import LoraArguments, apply_lora
 from hf_dart.training.recipe import Recipe, trainer_of
 from hf_dart.training.record import last_evaluation
-from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments, json_object
+from hf_dart.training.trainers.arguments import DartTrainingArguments, LoraArguments, TargetArguments, json_object
 from hf_dart.training.trainers.trainer import DrafterTrainer
 from hf_dart.trees.config import TreeConfig
 
@@ -42,7 +43,7 @@ def run(recipe: Recipe, say: Callable[[str], None] = lambda line: None) -> tuple
     checkpoint = checkpoint_of(args.output_dir, args.resume_from_checkpoint)
     model, tokenizer = _target(recipe.target, args.device)
     selector_only = isinstance(args, DartTrainingArguments) and args.selector_only
-    head = _head(recipe.head, recipe.lora, model, tokenizer, selector_only)
+    head = _head(recipe, model, tokenizer, selector_only)
     if recipe.head.head is None:
         revision = recipe.target.target_revision or constants.DEFAULT_REVISION
         head.config.target_revision = cached_commit(recipe.target.target, revision)
@@ -120,11 +121,10 @@ def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     return load_target(arguments.target, arguments.dtype, places, tokenizer=arguments.tokenizer, **options)
 
 
-def _head(
-    arguments: DrafterArguments, lora: LoraArguments, model: PreTrainedModel, tokenizer: Any, selector_only: bool
-) -> Any:
+def _head(recipe: Recipe, model: PreTrainedModel, tokenizer: Any, selector_only: bool) -> Any:
     """Return a new drafter, or the given one, with weights in float32."""
-    config, copied = arguments.config(), lora.copy_layer
+    arguments, copied = recipe.head, recipe.lora.copy_layer
+    config = arguments.config()
     if copied is not None:
         config["copy_layer"] = copied if copied == "last" else int(copied)
     config.pop("draft_vocab_size", None)  # chosen when the rows are there
@@ -149,4 +149,21 @@ def _head(
     head.tree_config = TreeConfig(**made.tree)
     for name in config:
         setattr(head.config, name, getattr(made, name))
+    return head
+
+
+def apply_lora(head: TrainedDrafter, arguments: LoraArguments) -> TrainedDrafter:
+    """Put LoRA on a head as `arguments` say; without a rank the head stays as it is."""
+    rank = arguments.lora_rank
+    if rank is None:
+        return head
+    if head.adapted:
+        raise ValueError("The head has an adapter; leave lora_rank out to train that one, or merge it into the head.")
+    lora = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if arguments.lora_alpha is None else arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules=arguments.lora_targets,
+    )
+    head.add_adapter(lora, "default")
     return head

@@ -23,7 +23,8 @@ from support.tiny_training import tiny_trainer, token_rows
 from transformers import HfArgumentParser
 
 from hf_dart import DartHead
-from hf_dart.training.lora import LoraArguments, apply_lora
+from hf_dart.training.run import apply_lora
+from hf_dart.training.trainers.arguments import LoraArguments
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
 
 EXACT = tally("float64, heads with adapters", least=1.05)

@@ -24,7 +24,8 @@ from support.tiny_training import ROWS, changed, copies, largest_file, tiny_head
 from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.training import DartTrainer, DataArguments, EagleTrainer, load_rows
 from hf_dart.training.checkpoints import check_checkpoint, newest_checkpoint
-from hf_dart.training.lora import LoraArguments, apply_lora
+from hf_dart.training.run import apply_lora
+from hf_dart.training.trainers.arguments import LoraArguments
 
 HEAD = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
+from hf_dart.drafters.adapters import LAYERS
 from hf_dart.errors import check_fields
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.options import option
@@ -79,6 +80,19 @@ class HeadArguments(DrafterArguments):
     selector_rank: int | None = option(None, "give the head a bigram selector this wide")
     selector_kind: Literal["bigram", "markov"] | None = option(
         None, "whether its scores depend on the context; default: bigram, which do"
+    )
+
+
+@dataclass
+class LoraArguments:
+    """Options of LoRA on a head, for `HfArgumentParser`; `apply_lora` puts it there."""
+
+    lora_rank: int | None = option(None, "train LoRA of this rank; default: all weights")
+    lora_alpha: float | None = option(None, "its scale times the rank; default: 2 rank")
+    lora_targets: list[str] | None = option(None, f"modules that it is put on; default: {' '.join(LAYERS)}, and fc")
+    lora_dropout: float = option(0.0, "of what goes into LoRA")
+    copy_layer: str | None = option(
+        None, "a new head's layers are frozen copies of the target's from this one on, or its 'last'"
     )
 
 

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.dart.drafter import DartHead
-from hf_dart.training.lora import LoraArguments
 from hf_dart.training.objective.drafting import head_states
 from hf_dart.training.objective.losses import annealed_kl
-from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
+from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments, LoraArguments
 from hf_dart.training.trainers.drafts import Drafts, Goals
 from hf_dart.training.trainers.trainer import DrafterTrainer
 from hf_dart.trees.vocabulary import token_ids
