@@ -61,6 +61,7 @@ class DrafterConfig(PreTrainedConfig):
     """Fields that files of earlier versions have and this config has not, with the only values that are read."""
 
     attention_bias = output_bias = mlp_bias = qk_norm = False  # no fields but of a `HeadConfig`
+    hidden_act = "silu"  # no field of any
 
     draft_length: int = 8
     feature_layers: list[int] | tuple[int, ...] = (2, 4, 6)

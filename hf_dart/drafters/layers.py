@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base_config import DrafterConfig
@@ -84,19 +85,6 @@ def attend(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
 
 
-class DartMLP(nn.Module):
-    """The gated MLP of Llama's layers: [..., H] to [..., H]."""
-
-    def __init__(self, config: DrafterConfig, *, bias: bool) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, Q, H] -> [B, Q, H]
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DartLayer(nn.Module):
     """A decoder layer; the first one may attend over (embedding, features) `pairs` of width E + H.
 
@@ -110,7 +98,7 @@ class DartLayer(nn.Module):
         attention = {"bias": config.attention_bias, "output_bias": config.output_bias, "qk_norm": config.qk_norm}
         self.self_attn = DartAttention(config, width, **attention)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = DartMLP(config, bias=config.mlp_bias)
+        self.mlp = LlamaMLP(config)
 
     def forward(
         self,
