@@ -49,11 +49,6 @@ def module_count(content: dict[str, Any]) -> int:
     return max((count for count in found if type(count) is int), default=0)
 
 
-def is_speculators(content: dict[str, Any]) -> bool:
-    """Recognise the config.json of a head in the format of speculators, rather than that of a target."""
-    return content.get("speculators_model_type") == "mtp"
-
-
 def _marked(names: Collection[str]) -> list[bool]:
     """Tell for each of `_MARKS` whether a checkpoint has tensors of such names."""
     return [any(re.search(mark, name) for name in names) for mark in _MARKS]
@@ -61,7 +56,7 @@ def _marked(names: Collection[str]) -> list[bool]:
 
 def module_format(content: dict[str, Any], names: Callable[[], Collection[str]]) -> str | None:
     """Return a description if a config.json, or the names of the tensors, are those of a checkpoint with a module."""
-    if is_speculators(content):
+    if content.get("speculators_model_type") == "mtp":
         return "a multi-token prediction head in the format of speculators"
     unnamed = str(content.get("model_type")).startswith(("mimo_v2", "qwen3_next")) and any(_marked(names()))
     return "a target with a multi-token prediction module" if module_count(content) or unnamed else None
@@ -111,7 +106,8 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
     content, _ = head_config(path, **where)
     files = weight_files(path, f"{path} holds no weights (model.safetensors); give the target's checkpoint.", **where)
     tensors = headers(files, path)  # before anything is read
-    view = _WithModules(target, str(files[0].parent), tensors, is_speculators(content))
+    of_speculators = content.get("speculators_model_type") == "mtp"
+    view = _WithModules(target, str(files[0].parent), tensors, of_speculators)
     remedy = "many checkpoints are published without theirs, so give one that has it in floating point, of this target"
     steps = [getattr(one, "operations", None) for one in getattr(view, "_weight_conversions", None) or ()]
     with refused(f"The multi-token prediction module in {path}", remedy):
