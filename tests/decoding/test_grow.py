@@ -11,6 +11,7 @@ from support.trees import paths
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -91,6 +92,7 @@ FILTERS = {
     "none": [],
     "top-k": [TopKLogitsWarper(5)],
     "top-p": [TopPLogitsWarper(0.6)],
+    "penalty": [RepetitionPenaltyLogitsProcessor(1.3)],
     "both": [TemperatureLogitsWarper(0.7), TopKLogitsWarper(8), TopPLogitsWarper(0.7)],
 }
 
@@ -102,10 +104,12 @@ def test_candidates_are_ranked_behind_stocks_filters(filters: list[LogitsProcess
     generator = torch.Generator().manual_seed(0)
     logits, uniform = spread * torch.randn(2, 3, 48, generator=generator), torch.rand(2, 3, 48, generator=generator)
     gumbel, ranker = -(-uniform.log()).log(), Ranker(LogitsProcessorList(filters), 6)
-    kept = [LogitsProcessorList(filters)(torch.empty(2, 0).long(), each) for each in logits.unbind(1)]
+    ids = torch.arange(40).view(2, 20)
+    seen = torch.zeros(2, 48, dtype=torch.bool).scatter(1, ids, True) if ranker.needs_history else None
+    kept = [LogitsProcessorList(filters)(ids, each) for each in logits.unbind(1)]
     wanted = (torch.stack(kept, dim=1) + gumbel).log_softmax(-1)
-    torch.testing.assert_close(ranker.scores(logits, gumbel, None), wanted)
-    tokens, scores = ranker(logits, gumbel, None)
+    torch.testing.assert_close(ranker.scores(logits, gumbel, seen), wanted)
+    tokens, scores = ranker(logits, gumbel, seen)
     best = wanted.topk(scores.shape[-1])
     torch.testing.assert_close(scores, best.values)
     assert torch.equal(tokens[scores.isfinite()], best.indices[scores.isfinite()])

@@ -35,7 +35,7 @@ from support.turns import KINDS, RAGGED
 from support.users import Listener, OwnError, fail
 from transformers import DynamicCache
 
-from hf_dart import DartHead, TreeConfig
+from hf_dart import DartHead, SuffixStore, TreeConfig
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import feed, request, session
 from hf_dart.models.stock_steps import CACHE
@@ -233,7 +233,7 @@ def test_out_of_memory_where_the_cache_is_handed_back(pair: tuple[Any, DartHead]
     (target, head), inputs = pair, prompts(RAGGED)
     text = run(target, inputs, 0, **SAMPLED).sequences
     cache = KINDS[kind](target)
-    whole = TargetCache._append
+    whole, store = TargetCache._append, SuffixStore()
 
     def fails_from(self: Any, stock: Any, own: Any, grown: int) -> None:
         (_, keys), _ = own.parts
@@ -244,7 +244,8 @@ def test_out_of_memory_where_the_cache_is_handed_back(pair: tuple[Any, DartHead]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(TargetCache, "_append", fails_from)
         with pytest.raises(torch.OutOfMemoryError):
-            run(target, inputs, 0, **{CACHE: cache}, assistant=head, **SAMPLED)
+            run(target, inputs, 0, **{CACHE: cache}, assistant=head, memory=store, **SAMPLED)
+    assert store.tokens > 0, "what follows is done, too"
     assert {int(layer.get_seq_length()) for layer in cache.layers} == {inputs["input_ids"].shape[1]}
     assert_goes_on(target, cache, inputs, text, TOKENS, **SAMPLED)
     torch.manual_seed(0)

@@ -305,6 +305,22 @@ def test_a_text_longer_than_a_drafters_positions() -> None:
         assert torch.equal(close_call(session), stocks(target, (prompts([length]), GREEDY), 0))
 
 
+def test_a_text_that_ends_near_the_end_of_the_targets_positions() -> None:
+    """No tree goes beyond them, whatever room another call has."""
+    target, seats = tiny_target("gpt2"), Seats(2)  # which has 256
+    head = tiny_head(target)
+    ends = [lambda ids, scores, **_: torch.full((len(ids),), ids.shape[1] > 254)]
+    options = {"do_sample": False, "max_new_tokens": 40, "stopping_criteria": ends}
+    requests = [(prompts([length]), options) for length in (5, 240)]
+    sessions = [opened(target, assistant=head, **inputs, **options) for inputs, _ in requests]
+    for session in sessions:
+        seats.take(session)
+    while seats.taken:
+        assert all(failure is None for _, failure in seats.round())
+    for session, request in zip(sessions, requests, strict=True):
+        assert torch.equal(close_call(session), stocks(target, request, 0))
+
+
 def test_one_pace_for_all(noted: Any) -> None:
     """Rounds cost what they cost with so many calls; each call is told its share of the time."""
     target = tiny_target("llama")
