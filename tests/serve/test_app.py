@@ -217,31 +217,38 @@ def test_generation_configs_of_targets(target: Any, monkeypatch: pytest.MonkeyPa
     refused_call(start, UserError, "with the target's generation_config; change it there: .* num_beams=2")
 
 
+def plainly(target: Any, prompt: str, text: str) -> tuple[torch.Tensor, list[float]]:
+    """Log-probabilities of all tokens after a prompt, by one forward, and those of a text's."""
+    ids = torch.tensor([TOKENIZER(prompt + text)["input_ids"]])
+    with torch.no_grad():
+        scores = target(ids).logits[0, -len(text) - 1 : -1].log_softmax(-1)
+    return scores, scores.gather(1, ids[0, -len(text) :, None])[:, 0].tolist()
+
+
 @pytest.mark.parametrize("sampled", [False, True])
 def test_log_probabilities(target: Any, client: Any, sampled: bool) -> None:
     """Log-probabilities of the target's plain forward, of completions and of chat, streamed and not."""
     given = {"model": NAME, "temperature": 1.3 if sampled else 0, "seed": 2, "max_tokens": 12}
-    answer = client.completions.create(prompt=PROMPT, logprobs=3, **given).choices[0]
-    told = answer.logprobs
-    assert "".join(told.tokens) == answer.text
-    assert told.text_offset == list(range(12))
+    for answer in reversed(client.completions.create(prompt=PROMPT, logprobs=3, **given, n=2).choices):
+        told = answer.logprobs
+        assert "".join(told.tokens) == answer.text
+        assert told.text_offset == list(range(12))
+        expected, wanted = plainly(target, PROMPT, answer.text)
+        assert told.token_logprobs == pytest.approx(wanted, abs=1e-5)
+        for top, scores in zip(told.top_logprobs, expected, strict=True):
+            assert [*top] == [TOKENIZER.decode([token]) for token in scores.topk(3).indices.tolist()]
     parts = client.completions.create(prompt=PROMPT, logprobs=3, **given, stream=True)
     assert [place for part in parts for place in part.choices[0].logprobs.text_offset] == told.text_offset
-    ids = torch.tensor([TOKENIZER(PROMPT + answer.text)["input_ids"]])
-    with torch.no_grad():
-        expected = target(ids).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
-    wanted = expected.gather(1, ids[0, len(PROMPT) :, None])[:, 0].tolist()
-    assert told.token_logprobs == pytest.approx(wanted, abs=1e-5)
-    for top, scores in zip(told.top_logprobs, expected, strict=True):
-        assert [*top] == [TOKENIZER.decode([token]) for token in scores.topk(3).indices.tolist()]
     given |= {"messages": [{"role": "user", "content": "abc"}], "logprobs": True, "top_logprobs": 2}
     said = client.chat.completions.create(**given).choices[0]
     parts = client.chat.completions.create(**given, stream=True)
-    streamed = [one for part in parts for choice in part.choices for one in (choice.logprobs or said.logprobs).content]
+    told = [choice.logprobs for part in parts for choice in part.choices if choice.logprobs]
     entries = said.logprobs.content
+    assert [one for each in told for one in each.content] == entries
+    _, wanted = plainly(target, "uabcA", said.message.content)
+    assert [one.logprob for one in entries] == pytest.approx(wanted, abs=1e-5)
     assert "".join(one.token for one in entries) == said.message.content
     assert [len(one.top_logprobs) for one in entries] == [2] * 12
-    assert [one for one in streamed if one not in entries] == []
 
 
 def test_chat(target: Any, client: Any) -> None:

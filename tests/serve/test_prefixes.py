@@ -21,6 +21,7 @@ from hf_dart.serve import batcher as batcher_module
 from hf_dart.serve import prefixes as prefixes_module
 
 DRAFTERS = {"head": tiny_head, "eagle": tiny_eagle_drafter, "lookup": lambda _: LookupDrafter()}
+DRAFTERS |= {"window": lambda target: tiny_head(target, draft_window=24)}
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +65,7 @@ def run(batcher: Batcher, ids: Tensor, seed: int, **options: Any) -> tuple[Tenso
     [
         ("llama", "head"),
         ("gemma3", "eagle"),
+        ("llama", "window"),
         *(
             pytest.param(family, kind, marks=pytest.mark.matrix)
             for family, kind in product(("llama", "gemma3", "gpt2", "mixtral"), DRAFTERS)
@@ -74,7 +76,7 @@ def test_texts_and_drafts_stay(kind: str, family: str) -> None:
     target = tiny_target(family)
     drafter = DRAFTERS[kind](target)
     batcher = Batcher(target, drafter, seats=2)
-    for number, ids in enumerate(with_system_prompt(5)):
+    for number, ids in enumerate(with_system_prompt(4)):  # after others, a window is halved elsewhere
         text, stats, read = run(batcher, ids, number)
         assert torch.equal(text, stock(target, ids, number, assistant=drafter))
         assert stats.committed == drafter.last_stats.committed  # its drafts too go on from what was read
@@ -193,15 +195,16 @@ def test_prompts_that_are_read_whole() -> None:
 
 
 @pytest.mark.parametrize("change", [
-    lambda layer: layer.mlp.down_proj.weight.data.mul_(2.0),  # which no version counts
-    lambda layer: layer.register_forward_hook(lambda layer, given, output: output.flip(-1)),
-], ids=["weights", "a hook"])  # fmt: skip
+    lambda model: model.layers[0].mlp.down_proj.weight.data.mul_(2.0),  # which no version counts
+    lambda model: model.layers[0].register_forward_hook(lambda layer, given, output: output.flip(-1)),
+    lambda model: model.rotary_emb.inv_freq.mul_(0.5),
+], ids=["weights", "a hook", "a buffer"])  # fmt: skip
 def test_a_target_that_changes(change: Callable[[Any], Any]) -> None:
     target = tiny_target("llama")
     batcher = Batcher(target)
     for number, ids in enumerate(with_system_prompt(4)):
         if number == 3:
-            change(target.model.layers[0])
+            change(target.model)
         text, _, read = run(batcher, ids, number)
         assert torch.equal(text, stock(target, ids, number))
         if number < 3:  # a hook has the target tried again, which reads more
