@@ -361,7 +361,7 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_what_reads_plain_weights(target: Any) -> None:
-    """Autocast, which multiplies what it casts, around a call or in a forward; a detached target, and other dtypes."""
+    """Autocast, which multiplies what it casts, around a call or in a forward; a detached target; others."""
     pack(attach(target))
     spoil(target)
     narrow = torch.autocast("cpu", torch.bfloat16)
@@ -375,6 +375,9 @@ def test_what_reads_plain_weights(target: Any) -> None:
     others = [tiny_target("llama", dtype=dtype) for dtype in (torch.float64, torch.float16)]
     for one in others:
         pack(one)
+    with torch.inference_mode():  # whose changes are not counted
+        others.append(tiny_target("llama", dtype=torch.float32))
+        pack(others[-1])
     assert not {target, *others} & {*packing._known}
 
 
