@@ -48,7 +48,9 @@ def test_what_runs_past_the_grace_breaks_off(monkeypatch: pytest.MonkeyPatch) ->
         serving.command(*options) as (process, address),
         openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as client,
     ):
-        stream = client.completions.create(model=PACKAGED_TARGET.name, **{**LONG, "max_tokens": 2000}, stream=True)
+        stream = client.completions.create(
+            model=PACKAGED_TARGET.name, **{**LONG, "max_tokens": 2000, "n": 8}, stream=True
+        )
         parts = [next(stream)]
         process.send_signal(signal.SIGTERM)
         with suppress(Exception):  # of the connection

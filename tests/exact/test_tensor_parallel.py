@@ -25,7 +25,7 @@ from hf_dart import DartHead
 PAIR = Path(hf_dart.__file__).parent / "demo_pair"
 TEXTS = ["import argparse\nimport sys\n\n\ndef parse_", "class TestRows:\n    def test_empty(self):\n", "def load("]
 SAMPLED = {"do_sample": True, "max_new_tokens": 24}
-PATIENCE = 4.0
+PATIENCE = 10.0
 """Seconds that a process waits for the other one in the end."""
 
 

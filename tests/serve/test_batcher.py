@@ -10,7 +10,6 @@ from functools import cache, partial
 from itertools import groupby, product
 from random import Random
 from threading import Event, Thread, current_thread, main_thread
-from time import sleep
 from typing import Any
 
 import pytest
@@ -460,9 +459,7 @@ def test_a_request_that_goes_beyond_the_table_of_positions() -> None:
     options = {"do_sample": False, **prompts([240])}
     for new in 40, 17, 17:
         batcher.schedule[2].append(lambda new=new: handles.append(batcher.submit(**options, max_new_tokens=new)))
-    batcher.submit(**options, max_new_tokens=17)
-    while len(handles) < 3:
-        sleep(0.01)
+    batcher.submit(**options, max_new_tokens=17).result(timeout=60)
     batcher.close()
     with pytest.raises(IndexError):
         handles[0].result()
