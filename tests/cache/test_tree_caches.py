@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.caches import CLOSE, assert_same_cache, prefill
-from support.cases import replay
+from support.cases import FAMILIES, replay
 from support.compare import assert_identical, run
 from support.memory import TensorPeak
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
@@ -29,7 +29,6 @@ from hf_dart.models.stock_steps import CACHE
 from hf_dart.models.verify import Verifier, mask_kinds
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
-FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 26}
 # These families compute their expert weights in fp32, whatever their dtype.
 ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
+from support.cases import FAMILIES
 from support.families import needs_running_states
 from support.tiny import PAD, VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from support.users import Listener, OwnError, Processor
@@ -21,7 +22,6 @@ from hf_dart import DartCandidateGenerator, DartHead, TreeConfig
 from hf_dart.drafters.base import Proposal
 from hf_dart.models.stock_steps import CACHE
 
-FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 15, "eos_token_id": [3, 11]},
