@@ -103,7 +103,7 @@ class Learner:
         share: most time that training may take, as a share of the time that calls take. 0 never trains by itself;
             then call `step` or `idle`.
         every: train within calls too, after so many rounds; None: between calls only.
-        memory: bytes that may be kept of served text.
+        memory: bytes for served text: three quarters are for what is kept; each call that runs takes up to a quarter.
         learning_rates: of Muon, to be tried, the highest first.
 
     Attributes:
