@@ -19,7 +19,7 @@ _WITH_STATE = ("logits_processor", "stopping_criteria")
 
 
 class ManyFailedError(ExceptionGroup[Exception]):
-    """Errors of some prompts of `generate_many`, each with a note that tells which prompt.
+    """Errors of some prompts of `generate_many`, each with notes that tell which ones.
 
     Attributes:
         outputs: of all prompts, None where one failed.
@@ -56,11 +56,13 @@ def generate_many(
         except Exception as failure:
             failure.add_note(f"The error of prompt {place}, counted from 0.")
             outputs.append(None)
-            failures.append(failure)
-    if failures and len(failures) == len(outputs):
+            if failure not in failures:  # of a forward that several shared
+                failures.append(failure)
+    count = sum(output is None for output in outputs)
+    if failures and count == len(outputs):
         raise failures[0]
     if failures:
-        failed = ManyFailedError(f"{len(failures)} of {len(outputs)} prompts failed", failures)
+        failed = ManyFailedError(f"{count} of {len(outputs)} prompts failed", failures)
         failed.outputs = outputs
         raise failed
     return outputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -14,7 +15,9 @@ from support.users import TOKENIZER
 from transformers import LogitsProcessor
 
 from hf_dart import generate_many, iterate_many
+from hf_dart.models.verify import Verifier
 from hf_dart.serve.many import ManyFailedError
+from hf_dart.trees.tree import DraftTree
 
 
 def test_outputs_in_order() -> None:
@@ -75,6 +78,21 @@ def test_a_prompt_that_fails() -> None:
             assert torch.equal(output, wanted)
     with pytest.raises(ValueError, match="leave out num_beams=2"):
         generate_many(target, given, num_beams=2, progress=False)
+
+
+def test_an_error_that_several_prompts_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Verifier.__call__
+
+    def verify(self: Verifier, tree: DraftTree, *args: Any) -> Any:
+        if len(tree.tokens) == 2:
+            raise MemoryError("gone")
+        return own(self, tree, *args)
+
+    monkeypatch.setattr(Verifier, "__call__", verify)
+    with pytest.raises(ManyFailedError, match="2 of 3 prompts failed") as failed:
+        generate_many(tiny_target("llama"), [[5, 4], [9], [7]], seats=2, progress=False, max_new_tokens=100)
+    (failure,) = failed.value.exceptions
+    assert failure.__notes__ == [f"The error of prompt {place}, counted from 0." for place in range(2)]
 
 
 def test_what_is_no_list_of_prompts() -> None:
