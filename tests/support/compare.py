@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed import is_initialized
 
 from hf_dart.bench import exact
+from hf_dart.models.devices import autocast_dtype
 from support.tallies import Tally
 from support.tallies import tally as tally
 
@@ -89,7 +90,9 @@ def stock_key(model: Any, inputs: dict[str, Any], seed: int, options: dict[str, 
         return None
     weights = tuple(hash(bytes(weight.reshape(-1).view(torch.uint8).numpy())) for weight in held)
     kinds = *(value.dtype for value in inputs.values()), model.dtype, model.training, attention
-    return asked, weights, kinds, repr(model), repr([vars(one) for one in (model.config, model.generation_config)])
+    around = torch.get_default_dtype(), autocast_dtype(model.device), torch.is_inference_mode_enabled()
+    configs = repr([vars(one) for one in (model.config, model.generation_config)])
+    return asked, weights, kinds, around, repr(model), configs
 
 
 def assert_identical(
