@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from hf_dart import LookupDrafter, attach, detach, generate_many
 from hf_dart.models import packed_weights as packing
 from hf_dart.models.forwards import StandIn, standing_in
-from hf_dart.models.packed_weights import pack, packable, packed_weights
+from hf_dart.models.packed_weights import pack, packable, packed_weights, packs
 from hf_dart.models.trial import forget
 
 
@@ -32,9 +32,9 @@ def _small_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_LEAST", 1)
 
 
+pytestmark = pytest.mark.skipif(not packs(torch.float32), reason="PyTorch was built without oneDNN")
 BFLOAT16 = pytest.param(
-    torch.bfloat16,
-    marks=pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="the processor has none"),
+    torch.bfloat16, marks=pytest.mark.skipif(not packs(torch.bfloat16), reason="the processor has none")
 )
 dtypes = pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 
@@ -79,6 +79,7 @@ def test_calls_that_begin_at_once_prepare_the_target_once(target: Any, monkeypat
         target.generate(**batch(1, "sdpa"), max_new_tokens=1, assistant=drafter)
 
     monkeypatch.setattr(packing.PackedWeights, "pack", slowly)
+    forget(target)
     attach(target)
     forwards.clear()
     threads = [Thread(target=call) for _ in range(3)]
