@@ -269,7 +269,7 @@ class Batcher:
         others = DraftStats()
 
         def pause(reader: PromptReader) -> None:
-            self._prefixes.keep(reader, shared)
+            self._prefixes.keep(reader, call.request.drafter, shared)  # the reader's own may be a stand-in
             with others.phase("prefill"):
                 self._round()
             self._read -= reader.read

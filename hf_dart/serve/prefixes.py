@@ -16,7 +16,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.feed import PromptReader, reads_in_pieces
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.turns import DrafterState, leave
-from hf_dart.drafters.base import Verified
+from hf_dart.drafters.base import Drafter, Verified
 from hf_dart.models.devices import contents_of
 from hf_dart.models.identity import identity
 from hf_dart.models.stock_steps import cache_name
@@ -92,14 +92,14 @@ class Prefixes:
             and not any(hasattr(part, "base_layer") for part in parts_of(request.model))  # adapters may be switched
         )
 
-    def keep(self, reader: PromptReader, shared: int) -> None:
+    def keep(self, reader: PromptReader, drafter: Drafter[Any], shared: int) -> None:
         """Keep what has been read of a prompt in pieces, if the next one would go beyond what is `shared` (`begin`)."""
         request, read, state = reader.request, reader.read, reader.state
         if not read <= shared < read + request.generation_config.prefill_chunk_size or read > self._most:
             return
         own = _copy(state) if type(state) is SlotCache and int(state.counted + state.dropped) == read - 1 else None
         tokens = request.input_ids[0, : read + 1].cpu()
-        self._kept.append(_Prefix(tokens, _sharing(request.stock_cache), ref(request.drafter), own, reader.last))
+        self._kept.append(_Prefix(tokens, _sharing(request.stock_cache), ref(drafter), own, reader.last))
         while sum(len(one.tokens) - 1 for one in self._kept) > self._most:
             del self._kept[0]
 
