@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from transformers import TrainerCallback
 
 from hf_dart.decoding.stats import DraftStats
@@ -131,6 +132,13 @@ def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) ->
         # A token alone that is not learned begins a text.
         prompts.append(ids[:given][-length:] if 1 < given < len(ids) else ids[:length])
     return prompts
+
+
+class CountedWrites(TrainerCallback):
+    """Callback that counts writes, as fused optimizers do not: what is kept of a drafter's weights is made anew."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        increment_version([weight for weight in model.parameters() if weight.requires_grad])
 
 
 class DecodingCallback(TrainerCallback):

@@ -20,7 +20,6 @@ import torch
 import yaml
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
 from transformers import EvalPrediction, PreTrainedModel
 
 from hf_dart.drafters.trained import TrainedDrafter
@@ -141,6 +140,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
         self.model_accepts_loss_kwargs = True
         self._empty_steps = 0
         self._agreement: Tensor | None = None  # of the step that is logged next
+        self.add_callback(evaluation.CountedWrites())
         if args.decode_prompts:
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
@@ -184,17 +184,14 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter], ABC):
         """Return the optimizer of `optim`, for the matrices Muon if `muon_learning_rate` is given."""
         args = self.args
         if args.muon_learning_rate is None:
-            super().create_optimizer(model)
-        elif self.optimizer is None:
+            return super().create_optimizer(model)
+        if self.optimizer is None:
             matrices = {name: self.drafter.get_parameter(name) for name in matrix_names(self.drafter)}
             named = self.drafter.named_parameters()
             others = [weight for name, weight in named if weight.requires_grad and name not in matrices]
             kind, options = self.get_optimizer_cls_and_kwargs(args, self.drafter)
             other = kind([{"params": others, "weight_decay": 0.0}], **options)
             self.optimizer = MuonAndOther([*matrices.values()], args.muon_learning_rate, args.weight_decay, other)
-        learnt = [weight for weight in self.drafter.parameters() if weight.requires_grad]
-        # Fused optimizers do not count their writes, by which tables of weights are made anew.
-        self.optimizer.register_step_post_hook(lambda *_: increment_version(learnt))
         return self.optimizer
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
