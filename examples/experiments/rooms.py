@@ -84,6 +84,13 @@ def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text(encoding="utf8").splitlines()) for path in paths)
 
 
+def by_folder(package: Path) -> str:
+    """Lines of each folder of a package, the largest first."""
+    folders = {path.name: lines_of(path.rglob("*.py")) for path in package.iterdir() if path.is_dir()}
+    largest = sorted(folders.items(), key=lambda one: -one[1])
+    return ", ".join(f"{name} {lines}" for name, lines in largest if lines)
+
+
 def own_bases(kind: type) -> list[str]:
     """The names of a class's bases that stand in its own package."""
     package = kind.__module__.partition(".")[0]
@@ -100,12 +107,13 @@ def main(package: Path) -> int:
     print(f"circles: {len(found)}, of {sum(map(len, found))} files")
     print(f"TYPE_CHECKING blocks: {sum(map(hidden, known.values()))}")
     files = [*package.rglob("*.py")]  # with what is pushed beside a drafter
-    print(f"files: {len(files)}, lines: {lines_of(files)}")
+    print(f"files: {len(files)}, lines: {lines_of(files)} ({by_folder(package)})")
     print(f"top-level entries: {len(entries)} ({', '.join(entries)})")
     if package == ROOT / "hf_dart":
         from hf_dart import DartHead
 
-        print(f"lines of tests: {lines_of((ROOT / 'tests').rglob('*.py'))}")
+        tests = ROOT / "tests"
+        print(f"lines of tests: {lines_of(tests.rglob('*.py'))} ({by_folder(tests)})")
         print(f"own bases of DartHead: {', '.join(own_bases(DartHead))}")
     return bool(found)
 
