@@ -22,7 +22,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.drafters.registry import registered
     from hf_dart.hub.download import optional_json
     from hf_dart.hub.failures import hub_errors
-    from hf_dart.hub.known_drafters import published_drafters, published_table
+    from hf_dart.hub.known_drafters import last_name, published_drafters, published_table
     from hf_dart.interop.mtp_module import module_format
     from hf_dart.models.support import refuse_target
 
@@ -48,8 +48,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print("of its own: a multi-token prediction module, if its weights have one: MtpDrafter.from_target(model)")
     known, drafters = published_drafters(config)
     if drafters:
-        last = {name.lower().rstrip("/").rpartition("/")[2] for name in (known, path)}
-        date, same = published_table()["date"], len(last) == 1
+        date, same = published_table()["date"], last_name(known) == last_name(path)
         by = "" if same else ", by architecture and sizes; fewer tokens are accepted if it is a fine-tune"
         print(f"published for {known} (as of {date}{by}), best first:")
         for one in drafters:

@@ -18,15 +18,20 @@ def published_table() -> dict[str, Any]:
     return json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 
 
+def last_name(path: str) -> str:
+    """Return the last part of a Hub id or a path, by which a target is known, in lower case."""
+    return path.rstrip("/").lower().rpartition("/")[2]
+
+
 def published_drafters(config: Any) -> tuple[str, list[dict[str, Any]]]:
     """Return the known target that a config is of, and its drafters, best first; "" and none for other targets.
 
     A target is known by the name that it was loaded by, or else by its architecture and sizes: then it may be a
     fine-tune of the one that the drafters were trained for, for which fewer of their tokens are accepted.
     """
-    name, text = str(config.name_or_path).rstrip("/").lower(), config.get_text_config(decoder=True)
+    name, text = last_name(str(config.name_or_path)), config.get_text_config(decoder=True)
     targets = published_table()["targets"]
     fits = [one for one in targets if all(getattr(text, k, None) == v for k, v in one.get("sizes", {}).items())]
-    named = [known for known in fits if known["name"].lower().rpartition("/")[2] == name.rpartition("/")[2]]
+    named = [known for known in fits if last_name(known["name"]) == name]
     found = named or [known for known in fits if "sizes" in known] or [{"name": "", "drafters": []}]
     return found[0]["name"], found[0]["drafters"]
