@@ -48,7 +48,7 @@ def attach(
 
     The target is first tried on a random tree (`models.trial.check_verification`), unless it is being trained. The
     result holds for its modules, their code and hooks, its attention, device and dtype. What that code reads (a global,
-    an attribute) is not checked: attach again after changing it.
+    an attribute) is not checked: attach again after changing it; what was compiled is then compiled again.
 
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.

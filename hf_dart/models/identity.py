@@ -21,8 +21,12 @@ from hf_dart.models.forwards import forward_before
 from hf_dart.models.support import parts_of
 
 _STAY = {"forward", "_output_capturing_hooks_installed"}
-# How often a target may have changed without another sign of it: `trial.forget` counts.
-changes: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_told: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # how often `changed` was called
+
+
+def changed(model: PreTrainedModel) -> None:
+    """Give a target another identity, as what its code reads may have changed."""
+    _told[model] = _told.get(model, 0) + 1
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -44,7 +48,7 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     modes, attention = tuple(part.training for part in parts), attention_of(model)
     code += [_code_of(registered(interface, attention)) for interface in (AttentionInterface, AttentionMaskInterface)]
     device = device_of(model.get_input_embeddings())
-    told = changes.get(model, 0)
+    told = _told.get(model, 0)
     return told, attention, device, model.dtype, autocast_dtype(device), kinds, modes, tuple(code), adapters
 
 

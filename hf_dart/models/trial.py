@@ -28,7 +28,7 @@ from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, 
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of, generator_state, host_by_default, matmul_precision, set_generator_state
-from hf_dart.models.identity import as_before, changes, identity
+from hf_dart.models.identity import as_before, changed, identity
 from hf_dart.models.packed_weights import packed_weights
 from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
@@ -105,7 +105,7 @@ def _unmoved(model: PreTrainedModel, forward: Callable[[], Any]) -> Any:
 
 def forget(model: PreTrainedModel) -> None:
     """Try the model again when that is next asked for, and keep nothing that was made of it (`identity`)."""
-    changes[model] = changes.get(model, 0) + 1
+    changed(model)
     _passed.pop(model, None)
 
 
