@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from torch.autograd.graph import increment_version
-from transformers import TrainerCallback
-
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.session import Observer, Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter
 from hf_dart.learning.learner import Learner
+from hf_dart.training.trainers.evaluation import CountedWrites
 
 
-class DrafterCallback(TrainerCallback):
+class DrafterCallback(CountedWrites):
     """Drafts for the rollouts of TRL's `GRPOTrainer` and `RLOOTrainer`, where `generate` writes them.
 
         trainer = GRPOTrainer(model=model, ...)
@@ -54,8 +52,7 @@ class DrafterCallback(TrainerCallback):
 
     def on_step_end(self, *given: Any, **known: Any) -> None:
         """Log the rollouts of a step; a step on those of an earlier one has none."""
-        # Fused optimizers do not count their writes, by which a draft vocabulary's rows are copied anew.
-        increment_version([weight for weight in self.trainer.model.parameters() if weight.requires_grad])
+        super().on_step_end(*given, **known)
         self._log("train")
 
     def on_prediction_step(self, *given: Any, **known: Any) -> None:

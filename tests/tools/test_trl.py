@@ -86,7 +86,7 @@ def test_rows_of_a_draft_vocabulary_are_the_policys(tmp_path: Path) -> None:
     hidden = torch.ones(1, head.config.hidden_size, dtype=head.dtype)
     before = head.logits(hidden)
     target.lm_head.weight.data.neg_()
-    callback.on_step_end()
+    callback.on_step_end(None, None, None, model=target)
     assert torch.equal(head.logits(hidden), -before)
 
 
