@@ -211,7 +211,7 @@ def main() -> int:
     parser.add_argument("--new-tokens", type=int, default=64, help="of each answer (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=3, help="of everything (default: %(default)s)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1], help="batch sizes (default: 1)")
-    parser.add_argument("--json", type=Path, help="write what was measured there")
+    parser.add_argument("--json", type=Path, help="file of figures, in which these kinds are replaced")
     given = parser.parse_args()
 
     numbers = {name: vars(given)[name] for name in ("prompts", "prompt_tokens", "new_tokens", "repeats")}
@@ -227,10 +227,12 @@ def main() -> int:
     for nodes in given.nodes:
         drafters[f"trees of {nodes} nodes"] = head = copy.deepcopy(pair.head)
         head.tree_config = TreeConfig(nodes=nodes)
+    kept = json.loads(given.json.read_text(encoding="utf8"))["results"] if given.json and given.json.exists() else []
+    kept = [one for one in kept if one["text"] not in given.kinds]
     found: list[dict[str, Any]] = []
     for kind in given.kinds:
         found += measured(pair, kind, settings, drafters)
-        content = {**about, "results": found}
+        content = {**about, "results": [*kept, *found]}
         if given.json:  # what is done is kept, whatever interrupts the rest
             given.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
     show(as_table(content, phases=False))
