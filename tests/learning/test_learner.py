@@ -115,7 +115,7 @@ def test_requests_of_a_batcher_are_learnt_from(target: Any, head: DartHead) -> N
         torch.manual_seed(seed)
         assert torch.equal(handle.result(), type(target).generate(target, ids, **SAMPLED))
     assert (learner.failure, learner.stats.tokens >= 8 * 30) == (None, True)
-    assert learner.stats.steps > 0, "of the time for more, the first one may take most"
+    assert learner.stats.steps > 5
 
 
 def test_switched_in_the_middle_of_a_batch(target: Any, head: DartHead) -> None:
