@@ -64,7 +64,8 @@ def row_weights(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
 class PaceRecord:
     """Measurements of the rounds of one kind of calls; costs are relative, as those of `RoundCost`.
 
-    A new kind begins with what the latest one whose rounds cost the same has measured.
+    A new kind begins with what the latest one whose rounds cost the same has measured: if drafts have never paid there,
+    as after a pause.
     """
 
     chances: Array  # [d] of a draft to be right at each depth, if the tree was right above and copies alone are not
@@ -143,7 +144,8 @@ class Pace:
         self._record = record = copy.deepcopy(own or next(alike, new))
         if own is None:
             kept = {name: getattr(record, name) for name in ("beyond_copies", "looked", "draft_costs")}
-            self._record = PaceRecord(none, none, record.correction, record.timed, **kept)
+            pauses = 0 if record.paid else min(record.pauses, 1)
+            self._record = PaceRecord(none, none, record.correction, record.timed, pauses=pauses, **kept)
             self._try(record.chances)
         elif record.paid:
             record.counts = np.minimum(record.counts, _NEW_TEXT * batch)

@@ -338,6 +338,24 @@ def test_a_call_goes_on_where_the_last_of_its_kind_ended(cost: float) -> None:
 
 
 @pytest.mark.parametrize(
+    ("brings", "next_kind"),
+    [([1], [(True, 1), (False, 256)]), ([4], [(True, 10), (False, 64)]), ([4, 1], [(True, 1), (False, 64)])],
+)
+def test_kinds_of_calls_begin_by_what_drafts_have_brought_in_others(
+    brings: list[int], next_kind: list[tuple[bool, int]]
+) -> None:
+    """After one in which they have never paid, the first pause is as long as a second one."""
+    config, records = TreeConfig(draft_cost=0.3, node_cost=0.0), dict[Any, PaceRecord]()
+    pace = pace_of(config, records=records, kind=("costs", "chat"))
+    for tokens in brings:
+        rounds(pace, 200, [tokens], nodes=6)
+    pace.finish(LookupDrafter())
+    assert runs(rounds(pace_of(config, records=records, kind=("costs", "code")), 300, [1], nodes=6))[:2] == next_kind
+    other = rounds(pace_of(config, records=records, kind=("other costs", "code")), 300, [1], nodes=6)
+    assert runs(other)[:2] == [(True, 11), (False, 64)]
+
+
+@pytest.mark.parametrize(
     ("batch", "given_up", "tried"), [(1, (40, 21), [6, 3, 3, 0, 0, 0]), (4, (10, 10), [2, 1, 1, 0, 0, 0])]
 )
 def test_a_new_text_may_be_of_another_kind(batch: int, given_up: tuple[int, int], tried: list[int]) -> None:
