@@ -103,7 +103,7 @@ def test_forms_of_trees_are_measured() -> None:
 def test_every_method_writes_stocks_text_at_every_length(tmp_path: Path) -> None:
     lengths = experiment("lengths")
     assert lengths.sizes("1k,300") == (1024, 300)
-    words = ["--lengths", "40,90", "--windows", "36", "--new-tokens", "12", "--prompts", "1", "--repeats", "1"]
+    words = ["--lengths", "40,90", "--windows", "36", "--new-tokens", "8", "--prompts", "1", "--repeats", "1"]
     found = {(one["prompt"], one["method"]): one for one in written(tmp_path, lengths, *words)["results"]}
     assert len(found) == 16
     assert all(one["identical"] for one in found.values())
