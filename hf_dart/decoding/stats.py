@@ -97,6 +97,7 @@ class DraftStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     processor_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0), repr=False)
     trace: Trace | None = None
+    _phases: tuple[float, float] = field(default=(0.0, 0.0), repr=False)  # wall and processor time in all phases so far
 
     @property
     def _counts(self) -> dict[str, int]:
@@ -121,13 +122,14 @@ class DraftStats:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time spent inside to `seconds[name]` and `processor_seconds[name]`."""
-        times = (self.seconds, perf_counter), (self.processor_seconds, processor_time)
-        before = [clock() - sum(spent.values()) for spent, clock in times]  # time outside of all phases
+        wall, processor = perf_counter() - self._phases[0], processor_time() - self._phases[1]  # outside of all phases
         try:
             yield
         finally:
-            for (spent, clock), outside in zip(times, before, strict=True):
-                spent[name] += clock() - sum(spent.values()) - outside
+            wall, processor = perf_counter() - self._phases[0] - wall, processor_time() - self._phases[1] - processor
+            self._phases = self._phases[0] + wall, self._phases[1] + processor
+            self.seconds[name] += wall
+            self.processor_seconds[name] += processor
 
     def count(self, emitted: list[int], limits: list[int], nodes: list[int], drafted: bool = True) -> None:
         """Add one round to the counts: the tokens of each row, of which all but the last were drafted.
