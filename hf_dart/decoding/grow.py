@@ -27,13 +27,12 @@ from transformers import (
 
 from hf_dart.decoding.grammars import grammars_of
 from hf_dart.drafters.base import Drafter, Proposal
-from hf_dart.trees.chain import after_draft, best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import NOTHING, Copies, CopyLevels, RowCopies, best_size, tree_of_copies, with_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.scores import Candidates, DraftScores
-from hf_dart.trees.tree import DraftTree
+from hf_dart.trees.tree import DraftTree, after_draft, best_chain
 from hf_dart.trees.vocabulary import columns_of
 
 # The nucleus is searched among this many tokens.

@@ -20,7 +20,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.base import Proposal, Verified
 from hf_dart.drafters.layers import rotation_at
-from hf_dart.trees.chain import after_draft, best_chain
+from hf_dart.trees.tree import after_draft, best_chain
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [

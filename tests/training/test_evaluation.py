@@ -22,7 +22,7 @@ from hf_dart.training import DartTrainer, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.record import training_record
 from hf_dart.training.trainers.evaluation import count_drafts, counts_by_row, draft_figures, first_prompts
-from hf_dart.trees.chain import best_chain
+from hf_dart.trees.tree import best_chain
 
 ROWS = token_rows(LENGTHS * 4)
 STEPS = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}

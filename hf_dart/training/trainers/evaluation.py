@@ -21,8 +21,8 @@ from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
 from hf_dart.training.trainers.drafts import Drafts, as_columns
-from hf_dart.trees.chain import best_chain
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.tree import best_chain
 from hf_dart.trees.vocabulary import token_ids
 
 _NEVER = -1e30  # logit of a token that is never drafted
