@@ -164,7 +164,7 @@ def _read_speculators(fields: Fields) -> dict[str, Any]:
         "before_norm": True,
         "feature_layers": fields.integers("aux_hidden_state_layer_ids", 0, MANY),
     }
-    fields.finish((*HARMLESS, "speculators_version"))
+    fields.finish((*HARMLESS, "speculators_version", "max_anchors", "has_no_defaults_at_init"))
     return config
 
 

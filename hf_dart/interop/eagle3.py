@@ -39,7 +39,8 @@ _REMARKS = (
     "max_position_embeddings", "max_window_layers", "pretraining_tp", "sep_token_id", "target_model_type",
     "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "id2label", "label2id", "name_or_path",
     "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states", "num_target_layers",
-    "target_model_name_or_path", "ttt_length", "step_loss_decay", "draft_num_hidden_layers",
+    "target_model_name_or_path", "ttt_length", "step_loss_decay", "draft_num_hidden_layers", "num_depths",
+    "down_sample_ratio", "down_sample_ratio_min",
 )  # fmt: skip
 _AUX_NORMS = {rf"^fusion_norm\.{index}\.": f"aux_norm_{name}." for index, name in enumerate(("low", "mid", "high"))}
 # Fields of an `eagle_config` and what an EAGLE-3 head has there, first what stands for a missing one.

@@ -142,8 +142,9 @@ PEAGLE: dict[str, tuple[Any, ...]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}),
     "peagle, one norm": (SPECULATORS, {
         **_PEAGLE, "norm_before_fc": True, "norm_output": True, "rope_parameters": {**YARN, "rope_theta": 1e4}}),
-    "peagle, a norm for each layer": (
-        SPECULATORS, {**_PEAGLE, "fc_norm": True, "attention_bias": True, "mlp_bias": True}),
+    "peagle, a norm for each layer": (SPECULATORS, {
+        **_PEAGLE, "fc_norm": True, "attention_bias": True, "mlp_bias": True,
+        "num_depths": 8, "down_sample_ratio": 0.7, "down_sample_ratio_min": 0.2}),
 }  # fmt: skip
 VARIANTS: dict[str, tuple[Any, ...]] = {
     "original": (ORIGINAL, {}),

@@ -63,7 +63,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Domino": ("z-lab", "domino", _inner(**_DOMINO, shift_label=True)),
     "Domino, fills in": ("z-lab", "domino", {**_inner(**_DOMINO, shift_label=False), "emb_dim": 5,
                                              "architectures": ["DFlashDraftModel"]}),
-    "speculators' DFlash": (SPECULATORS, "dflash", {**_SLIDING}),
+    "speculators' DFlash": (SPECULATORS, "dflash", {**_SLIDING, "max_anchors": 256, "has_no_defaults_at_init": False}),
     "speculators' DFlash, some tokens": (SPECULATORS, "dflash", {"draft_vocab_size": 20}),
     "speculators' DFlash2": (SPECULATORS, "dflash2", {**_SLIDING, **DFLASH2}),
     "speculators' DFlash2, some tokens": (SPECULATORS, "dflash2", {**DFLASH2, "draft_vocab_size": 20}),
