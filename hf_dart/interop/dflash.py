@@ -176,7 +176,8 @@ def _block(kind: str, fields: Fields, backbone: Qwen3Config, vocab_size: int) ->
     for name in (name for other, names in parts.items() if other != kind for name in names):
         if fields.given(name):
             raise fields.wrong(name, fields.given(name), f"left out, as a {_CALLED[kind]} drafter has no such part")
-    anchor_predicts = fields.flag(fields.named(*_ANCHOR), kind == "dspark")
+    # Until speculators had that field (0.7), all of its drafters filled in.
+    anchor_predicts = fields.flag(fields.named(*_ANCHOR), kind == "dspark" and "speculators_model_type" not in fields)
     known = {
         # Without the entry that is known a block has one at least.
         "block_size": fields.integer("block_size", 1 if anchor_predicts else 2, _MOST_SLOTS),

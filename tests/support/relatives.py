@@ -69,7 +69,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "speculators' DFlash2, some tokens": (SPECULATORS, "dflash2", {**DFLASH2, "draft_vocab_size": 20}),
     "speculators' DSpark": (SPECULATORS, "dspark", {**_SLIDING, "markov_rank": 4, "draft_vocab_size": 20}),
     "speculators' DSpark, recurrent": (SPECULATORS, "dspark", {"markov_rank": 4, "markov_head_type": "rnn",
-                                                               "draft_vocab_size": 20}),
+                                       "draft_vocab_size": 20, "sample_from_anchor": None}),
 }  # fmt: skip
 """Format, kind, and changes of the config."""
 PATHS = [name for name, (_, kind, changes) in VARIANTS.items() if kind == "domino" or "rnn" in changes.values()]
@@ -92,7 +92,7 @@ def relative_config(target: Any, name: str) -> dict[str, Any]:
         config |= {
             "aux_hidden_state_layer_ids": [2, 4, 5],
             "mask_token_id": 47,
-            "sample_from_anchor": kind == "dspark",
+            "sample_from_anchor": changes.get("sample_from_anchor", kind == "dspark"),
             "sliding_window_non_causal": kind == "dflash2",
             **speculators_fields(target, kind, 4),
             "draft_vocab_size": config.get("draft_vocab_size", config["vocab_size"]),
