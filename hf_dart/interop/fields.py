@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import ChainMap
 from collections.abc import Collection
 from typing import Any
 
@@ -34,11 +35,11 @@ def refuse_by_name(content: dict[str, Any]) -> None:
 class Fields:
     """The fields of a config.json, each of which has to be asked for, or to be known and without effect.
 
-    `outer` fields may be in `content` too if both say the same; `kind` is what the checkpoint is, for messages.
+    Fields in `beside` may be in `content` too if all say the same; `kind` is what the checkpoint is, for messages.
     """
 
-    def __init__(self, content: dict[str, Any], kind: str, outer: dict[str, Any] | None = None) -> None:
-        self._content, self.kind, self._outer, self._asked = content, kind, outer or {}, set[str]()
+    def __init__(self, content: dict[str, Any], kind: str, *beside: dict[str, Any]) -> None:
+        self._content, self.kind, self._places, self._asked = content, kind, (content, *beside), set[str]()
 
     def __contains__(self, name: str) -> bool:
         return self.given(name) is not None
@@ -46,7 +47,7 @@ class Fields:
     def given(self, *names: str) -> Any:
         """Return the one value that these names have, None if they are missing; raise if they have several."""
         self._asked.update(names)
-        found = [place.get(name) for name in names for place in (self._content, self._outer)]
+        found = [place.get(name) for name in names for place in self._places]
         values = [value for value in found if value is not None]
         other = next((value for value in values if value != values[0]), None)
         if other is not None:
@@ -97,12 +98,13 @@ class Fields:
         return value
 
     def part(self, *names: str, outer: Collection[str] = ()) -> Fields:
-        """Return the fields of an object inside that has one of these names; `outer` ones may stand next to it."""
-        named = self.named(*names)
-        value = self.given(named)
-        if value is not None and not isinstance(value, dict):
-            raise self.wrong(named, value, "an object")
-        return Fields(value or {}, f"{self.kind}'s {named}", {name: self.given(name) for name in outer})
+        """Return the fields of the objects inside that have these names, as one; `outer` ones may stand next to it."""
+        parts = {name: self.given(name) for name in names if name in self}
+        for name, value in parts.items():
+            if not isinstance(value, dict):
+                raise self.wrong(name, value, "an object")
+        beside = {name: self.given(name) for name in outer}
+        return Fields(dict(ChainMap(*parts.values())), f"{self.kind}'s {[*parts, *names][0]}", beside, *parts.values())
 
     def finish(self, harmless: Collection[str] = ()) -> None:
         """Raise a ValueError if there is a field that nobody asked for and that is not known to be `harmless`."""

@@ -177,6 +177,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "causal as a number": ({"is_causal": 1}, "causal"),
     "a block of one": ({"block_size": 1}, "block_size"),
     "two thetas": ({"rope_scaling": None, "rope_parameters": {"rope_theta": 5.0}}, "contradicts"),
+    "two factors": ({"rope_scaling": {"type": "linear", "factor": 2}, "rope_parameters": {"factor": 4}}, "contradicts"),
     "rotations that change with the length": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
     "a layer too many": ({"num_hidden_layers": 3}, "layer_types"),
     "heads that do not share": ({"num_key_value_heads": 3}, "multiple"),

@@ -16,16 +16,17 @@ from support.guests import dflash_config, dflash_tensors
 
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
-_ROTATION = {"factor": 8.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 _BY_DEPTH = {"layer_types": None, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1}
 # Everything that a published config may say about the pass.
 _PLAIN: dict[str, dict[str, Any]] = {
     "": {},
     ", inner block size": {"block_size": None, "dflash_config__block_size": 4},
     ", rope_parameters": {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}},
-    ", yarn": {"rope_theta": None, "rope_parameters": {"rope_type": "yarn", **_ROTATION}},
-    ", llama3": {"rope_theta": 1e4, "rope_scaling": {"rope_type": "llama3", "low_freq_factor": 1.0,
-                                                     "high_freq_factor": 4.0, **_ROTATION}},
+    ", yarn": {"rope_theta": None, "rope_parameters": {**_YARN, "rope_theta": 1e4}},
+    ", yarn, SpecForge's": {"rope_scaling": _YARN, "rope_parameters": {**_YARN, "rope_theta": 1000000}},
+    ", llama3": {"rope_theta": 1e4, "rope_scaling": {**_YARN, "rope_type": "llama3", "low_freq_factor": 1.0,
+                                                     "high_freq_factor": 4.0, "rope_theta": 1e4}},
     ", sliding": _SLIDING,
     ", sliding in both directions": {**_SLIDING, "is_causal": False},
     ", causal": {"dflash_config__causal": True},
