@@ -130,6 +130,7 @@ def test_what_is_refused_by_its_name(deep: Any, tmp_path: Path) -> None:
         ("JetSpec", {**xpress, "architectures": ["Qwen3XPressModel"]}, "This is an XPress drafter"),
         ("DSpark", {"architectures": ["Gemma4DSparkModel"]}, "DSpark drafter with layers of Gemma 4"),
         ("DFlash", {"architectures": ["MuseGlimmerAssistantModel"]}, "This is an assistant of Muse Glimmer"),
+        ("DFlash", {"architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna"}, "with layers of Laguna"),
         ("DFlash", {"attention_sink_bias": True}, "attention_sink_bias: true"),
         (speculators, {"speculators_model_type": "domino", "architectures": ["DominoSpeculator"]}, "speculators_model"),
     ):

@@ -148,6 +148,7 @@ def load(folder: Path, target: Any) -> EagleDrafter:
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "layers of Gemma 4": (ORIGINAL, {"architectures": ["Gemma4Eagle3Model"]}, "an EAGLE-3 head with layers of Gemma 4"),
     "latent attention": (ORIGINAL, {"architectures": ["Eagle3DeepseekV2ForCausalLM"]}, "with latent attention"),
+    "SpecForge's P-EAGLE": (ORIGINAL, {"architectures": ["PEagleDraftModel"]}, "a P-EAGLE head of SpecForge, whose"),
     "another activation": (ORIGINAL, {"hidden_act": "gelu"}, "hidden_act"),
     "an unknown field": (ORIGINAL, {"logit_scale": 0.5}, "logit_scale"),
     "quantized": (ORIGINAL, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
