@@ -214,9 +214,9 @@ def _block(kind: str, fields: Fields, backbone: Qwen3Config, vocab_size: int) ->
 
 
 def _feature_layers(fields: Fields, backbone: Qwen3Config, target_layers: int | None) -> tuple[int, ...]:
-    """Return the layers of the target that are read; files count their outputs from 0, `hidden_states` from 1."""
+    """Return the layers of the target that are read, by `hidden_states`; files count one less, from -1 (embeddings)."""
     if "target_layer_ids" in fields or target_layers is None:
-        return tuple(layer + 1 for layer in fields.integers("target_layer_ids", 0, (target_layers or MANY) - 1))
+        return tuple(layer + 1 for layer in fields.integers("target_layer_ids", -1, (target_layers or MANY) - 1))
     # Where z-lab's drafters do not say it: from layer 1 to L - 3, evenly.
     layers, span = backbone.num_hidden_layers, target_layers - 4
     ids = [round(1 + index * span / (layers - 1)) for index in range(layers)] if layers > 1 else [target_layers // 2]

@@ -39,9 +39,9 @@ def test_logits_are_the_published_ones(deep: Any, tmp_path: Path, name: str) -> 
     config = relative_config(deep, name)
     weights = relative_tensors(config, name)
     kind = VARIANTS[name][1]
-    if name == "DFlash, no taps named":
-        assert drafter.feature_layers == [2, 6]
     ids, inner = prompts([12])["input_ids"], config.get("dflash_config", {})
+    taps = [tap + 1 for tap in inner.get("target_layer_ids", [1, 5])]  # -1 are the embeddings
+    assert drafter.feature_layers == config.get("aux_hidden_state_layer_ids", taps)
     features, proposal = features_of(deep, drafter.feature_layers, ids), draft_after(deep, drafter, ids)
     size = inner.get("block_size", config.get("block_size"))
     known = {**config, **inner}

@@ -34,7 +34,7 @@ _PLAIN: dict[str, dict[str, Any]] = {
     ", scales": {"dflash_config__input_embedding_scale": 3.0, "dflash_config__output_multiplier": 0.2,
                  "final_logit_softcapping": 2.0},
     ", biases": {"attention_bias": True},
-    ", taps out of order": {"dflash_config__target_layer_ids": [3, 1]},
+    ", taps out of order": {"dflash_config__target_layer_ids": [3, -1]},
     ", gelu": {"hidden_act": "gelu"},
 }  # fmt: skip
 _DOMINO = {"projector_type": "domino", "gru_hidden_dim": 6, "emb_dim": 5, "pure_draft_prefix_len": 1}
