@@ -11,7 +11,7 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticC
 from transformers.cache_utils import Cache
 
 from hf_dart.cache import stock_layers
-from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_entries
+from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_entries, keeps_states
 
 _LAYERS = (*stock_layers.SIMPLE_LAYERS, stock_layers.DummyLayer, stock_layers.LinearAttentionLayer)
 # Kinds of decoders that are too rare to be worth their code, and why they take no tree.
@@ -114,6 +114,11 @@ def refuse_cache(cache: Any) -> Cache:
             raise ValueError(
                 f"This model's cache has a {type(layer).__name__}, which cannot hold a token tree yet; call "
                 "generate without assistant=."
+            )
+        if keeps_states(layer) and getattr(layer, "record_past", False):
+            raise ValueError(
+                "This cache records the past of its running states (activate_past_recording, which transformers' "
+                "assisted generation calls), of which drafts leave none; pass the whole text with a new cache."
             )
     return cache
 

@@ -168,3 +168,13 @@ def test_a_failure_in_the_prefill_leaves_all_as_it_was() -> None:
     assert all(torch.equal(states_of(cache)[slot], state) for slot, state in states_of(before).items())
     ours = run(target, next_turn, 0, **{CACHE: cache}, assistant=head, **options)
     same(ours, run(target, next_turn, 0, **{CACHE: before}, **options))
+
+
+def test_a_cache_that_records_its_past_is_refused() -> None:
+    """As transformers' assisted generation leaves it, which takes models whose states are short convolutions alone."""
+    target, options = attach(tiny_target("lfm2")), {"max_new_tokens": 5, "do_sample": False}
+    inputs, cache = prompts([7]), DynamicCache(config=target.config)
+    first = run(target, inputs, 0, **{CACHE: cache}, prompt_lookup_num_tokens=2, **options)
+    inputs = next_turn_of(inputs, first.sequences)
+    with pytest.raises(ValueError, match=r"records the past .* pass the whole text with a new cache"):
+        target.generate(**inputs, **{CACHE: cache}, **options, assistant=tiny_head(target))
