@@ -61,7 +61,7 @@ def attention_layers(cache: Cache) -> list[Any]:
 
 def slots_of(cache: Cache) -> int:
     """Return the number of slots that a cache's attention layers hold; 0 if it has running states alone."""
-    return int(cache.get_seq_length()) if any(map(keeps_entries, cache.layers)) or not cache.layers else 0
+    return int(cache.get_seq_length()) if any(map(keeps_entries, cache.layers)) else 0
 
 
 def take_states(layer: Any, source: Any) -> None:

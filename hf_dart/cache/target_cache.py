@@ -22,6 +22,7 @@ from hf_dart.cache.stock_layers import (
     held_by,
     keeps_entries,
     keeps_states,
+    slots_of,
     undone_on_failure,
     window_of,
 )
@@ -51,7 +52,7 @@ class TargetCache:
         self._whole, self._written_back = True, False
         # Running states alone do not tell how much text they cover: then count tokens from the prompt on.
         attends = any(map(keeps_entries, prefilled.layers))
-        self._prompt_slots = int(prefilled.get_seq_length()) if attends else 0
+        self._prompt_slots = slots_of(prefilled)
         self.prompt_lengths = torch.tensor([self._prompt_slots - pad if attends else 0 for pad in pads])
         self.entries = SlotCache(self.prompt_lengths, capacity, most)
         layers = self._take_over(pads, windows) if attends else list(prefilled.layers)
