@@ -107,8 +107,12 @@ class Rows:
 
     def text(self, row: int) -> list[int]:
         """Token ids of one row so far, padding left out, up to where it has ended."""
-        text, stop = self.tokens[row], self._stopped_at[row]
-        return text if stop is None else text[: len(text) - self.emitted[row] + stop]
+        return self.tokens[row][: len(self.tokens[row]) - self.past_end(row)]
+
+    def past_end(self, row: int) -> int:
+        """Tokens of one row that came after its end."""
+        stop = self._stopped_at[row]
+        return 0 if stop is None else self.emitted[row] - stop
 
     def ids_in_step(self) -> Tensor:
         """[B, n] a copy of the ids of all rows, which are of one length; contiguous, as stock's are."""

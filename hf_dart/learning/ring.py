@@ -97,7 +97,8 @@ class Recorder(Observer):
 
     def __init__(self, learner: Any, session: Session, room: int) -> None:
         self._learner, self._room = learner, room
-        self._stats, self._request = session.stats, session.request  # the session itself refers to its observers
+        # The session itself refers to its observers.
+        self._stats, self._request, self._text = session.stats, session.request, session.rows
         self._determined: bool | None = None  # the logits by the features
         self._counted, self._rounds, self._width = 0.0, 0, 0
         self._rows: list[list[Any]] = []  # of each row the parts of a segment since the last one, chunk by chunk
@@ -142,6 +143,8 @@ class Recorder(Observer):
             best = seen.features.new_zeros(shape), seen.next_tokens.new_zeros(shape)
         rows = max(1, self._room // (SEGMENT * seen.features[0, 0].nbytes))
         counts = seen.counts.tolist()[:rows]
+        if self._text.fills_up:  # with pads, which are no text
+            counts = [max(count - self._text.past_end(row), 0) for row, count in enumerate(counts)]
         if not self._rows:
             self._rows = [[] for _ in counts]
             self._prompt = counts if logits is None else [0] * len(counts)

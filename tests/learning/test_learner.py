@@ -261,6 +261,22 @@ def test_what_is_kept_is_what_the_target_says_of_the_text(target: Any, layers: s
             torch.testing.assert_close(found[segment.prompt :], logits[segment.prompt :])
 
 
+def test_what_fills_up_a_row_is_no_text(target: Any, head: DartHead) -> None:
+    """Rows go in step, as stock's scores are asked for, and one ends before the other."""
+    learner = Learner(share=0)
+    learner.attach(head)
+    text = run(target, prompts(RAGGED), 0, **SAMPLED).sequences[:, max(RAGGED) :].tolist()
+    length = next(n for n in range(9, 32) if text[1][n - 1] not in (*text[0], *text[1][: n - 1]))
+    ends = {
+        "eos_token_id": text[1][length - 1],
+        "pad_token_id": 0,
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    serve(target, head, [0], **ends)
+    assert [one.next_tokens[one.prompt :].tolist() for one in learner._ring.fresh] == [text[0], text[1][:length]]
+
+
 @pytest.mark.parametrize("deepest", [None, 2])
 def test_comparisons_are_of_what_the_head_would_have_drafted(deepest: int | None, target: Any, head: DartHead) -> None:
     """Compared at each position, with the cache that decoding would have there, as deep as trees go."""
