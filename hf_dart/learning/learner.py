@@ -178,6 +178,8 @@ class Learner:
 
             if not isinstance(drafter, DartHead):
                 raise ValueError(f"{name} takes no LoRA here; leave lora_rank out.")
+            if head.adapted:
+                raise ValueError("The head has an adapter; leave lora_rank out to train it, or merge it into the head.")
             head.add_adapter(LoraConfig(r=self.lora_rank, lora_alpha=2 * self.lora_rank), "learnt")
         if not trained_names(head):
             raise ValueError(f"All weights of this {name} are frozen; call requires_grad_(True) on what may learn.")

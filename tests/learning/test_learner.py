@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig
 from support.compare import assert_identical, run, same
 from support.sentences import one_sentence
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
@@ -514,12 +515,15 @@ def test_saved_heads_load(target: Any, head: DartHead, rank: int | None, tmp_pat
     assert head.last_stats.committed == first.last_stats.committed != drafts[0]
 
 
-def test_heads_and_options_that_are_refused(target: Any, head: DartHead) -> None:
+def test_heads_and_options_that_are_refused(target: Any, head: DartHead, tmp_path: Path) -> None:
     attach(target)
     compiled = tiny_head(target)
     hf_dart.compile(target, compiled, backend=None)
     quantised = tiny_head(target)
     quantised.fc.weight = torch.nn.Parameter(quantised.fc.weight.detach().to(torch.int8), requires_grad=False)
+    head.save_pretrained(tmp_path)
+    adapted = DartHead.from_pretrained(str(tmp_path), target=target)
+    adapted.add_adapter(LoraConfig(r=2))
     other = tiny_head(target)
     learner = learning(target, other)
     cases: list[tuple[Any, Callable[[], Any], str]] = [
@@ -531,7 +535,8 @@ def test_heads_and_options_that_are_refused(target: Any, head: DartHead) -> None
         (None, Learner, "learner= trains the drafter"),
         (head, lambda: torch.optim.Adam(head.parameters()), "takes a hf_dart.Learner, not Adam"),
         (head, lambda: learner, "has a head already"),
-        (head, lambda: Learner(lora_rank=4), "in no folder"),
+        (tiny_head(target), lambda: Learner(lora_rank=4), "in no folder"),
+        (adapted, lambda: Learner(lora_rank=4), "has an adapter; leave lora_rank out"),
         (head, lambda: Learner(share=1.5), "share is 1.5"),
         (head, lambda: Learner(share=-0.1), "share is -0.1"),
         (head, lambda: Learner(every=0), "every is 0"),
