@@ -12,7 +12,7 @@ from support.cases import GREEDY, MODES
 from support.compare import assert_identical, run
 from support.heads import text
 from support.sentences import refused
-from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head
+from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
@@ -226,22 +226,24 @@ def test_markov_scores_pairs_whatever_the_context(target: Any) -> None:
 
 
 @torch.no_grad()
-def test_tables_of_the_vocabulary_are_the_pairs(target: Any, noted: Any) -> None:
+@pytest.mark.parametrize(
+    ("family", "fields"), [("qwen3", {}), ("qwen3", {"embeddings": "own"}), ("gemma3", {"embeddings": "table"})]
+)
+def test_tables_of_the_vocabulary_are_the_pairs(family: str, fields: dict[str, Any], noted: Any) -> None:
     """Each token is projected once, as the selector's own pass does it; again after its weights change."""
-    head = tiny_head(target).add_selector(4)
-    embeddings = target.get_input_embeddings()
+    head = tiny_head(tiny_target(family), **fields).add_selector(4)
     hidden = torch.randn(2, 3, head.config.hidden_size, dtype=torch.float64)
     previous, candidates = torch.randint(48, (2, 3, 5)), torch.randint(48, (2, 3, 6))
     logits = torch.randn(2, 3, 6, dtype=torch.float64)
     projected = noted(type(head.selector.previous), "forward", lambda *_: None)
     for _ in range(2):
         with torch.inference_mode():  # of some of the calls
-            head.selector.lookup(hidden[:1], logits[:1], embeddings, previous[:1], candidates[:1])
-        fast = head.selector.lookup(hidden, logits, embeddings, previous, candidates)
+            head.selector.lookup(hidden[:1], logits[:1], head, previous[:1], candidates[:1])
+        fast = head.selector.lookup(hidden, logits, head, previous, candidates)
         passes = len(projected)
-        assert torch.equal(head.selector.lookup(hidden, logits, embeddings, previous, candidates), fast)
+        assert torch.equal(head.selector.lookup(hidden, logits, head, previous, candidates), fast)
         assert len(projected) == passes
-        plain = head.selector(hidden, logits, embeddings.weight, previous, candidates)
+        plain = head.selector(hidden, logits, head.embed(torch.arange(48)), previous, candidates)
         assert fast.shape == (2, 3, 5, 6)
         torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)
         for weight in head.selector.parameters():

@@ -29,12 +29,12 @@ def test_a_selector_learns_alone_and_nothing_from_rows_without_blocks(tmp_path: 
     trainer = trainer_on(tmp_path, rows, rows, selecting, **options, max_steps=16)
     before, loss = copies(trainer.drafter), trainer.evaluate()["eval_loss"]
     selector, tokens = trainer.drafter.selector, torch.arange(16)
-    phi, psi = (table[:16].clone() for table in selector._tables(trainer.drafter.shared.embeddings, tokens))
+    phi, psi = (table[:16].clone() for table in selector._tables(trainer.drafter, tokens))
     trainer.train()
     assert changed(trainer.drafter, before) == {name for name in before if name.startswith("selector.")}
     # Evaluations read tables of the selector's weights, whose writes a fused optimizer does not count.
     assert trainer.args.optim == "adamw_torch_fused"
-    now = selector._tables(trainer.drafter.shared.embeddings, tokens)
+    now = selector._tables(trainer.drafter, tokens)
     assert not any(torch.equal(old, new[:16]) for old, new in zip((phi, psi), now, strict=True))
     assert 0 < trainer.evaluate()["eval_loss"] < loss
 

@@ -317,7 +317,7 @@ class DartHead(TrainedDrafter):
         selector = self.selector
 
         def added(hidden: Tensor, logits: Tensor, in_front: Tensor, tokens: Tensor, columns: Tensor) -> Tensor:
-            return selector.lookup(hidden, logits, self.shared.embeddings, in_front, tokens)
+            return selector.lookup(hidden, logits, self, in_front, tokens)
 
         return pair_scores(proposal, roots, candidates, scores, added)
 

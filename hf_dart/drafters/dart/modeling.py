@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.models.devices import device_of, state_of
+from hf_dart.models.devices import state_of
 from hf_dart.models.features import table_of
 
 
@@ -71,7 +71,7 @@ class Editor(nn.Module):
 class BigramSelector(nn.Module):
     """s_i(a, b) = weight_i * u_i(b) + scale_i * <P h_i * phi(a), psi(b)> for candidate b after candidate a at depth i.
 
-    u is the head's own logit. phi and psi read the target's frozen token embeddings, so that nothing grows with the
+    u is the head's own logit. phi and psi read the token embeddings that the head reads, so that nothing grows with the
     vocabulary. A Markov head has no P: its second part is scale_i * <phi(a), psi(b)>. With P, or psi, at zero and all
     weights 1, as it starts, the scores are the head's own. What is computed is delta = s - u: u may be seen through
     processors, and with the noise of sampling, before delta is added.
@@ -98,14 +98,12 @@ class BigramSelector(nn.Module):
         """`delta` of all pairs [..., d, J, K]: of those of n different tokens that are in front and the candidates."""
         return self._delta(hidden, logits, self.previous(embeddings)[previous], self.candidate(embeddings)[candidates])
 
-    def lookup(
-        self, hidden: Tensor, logits: Tensor, embeddings: nn.Embedding, previous: Tensor, candidates: Tensor
-    ) -> Tensor:
-        """Score pairs of candidates given as token ids of the whole vocabulary; shapes as in `forward`.
+    def lookup(self, hidden: Tensor, logits: Tensor, head: Any, previous: Tensor, candidates: Tensor) -> Tensor:
+        """Score pairs of candidates given as token ids of a head's whole vocabulary; shapes as in `forward`.
 
         A token is projected when it is met for the first time, and again when the weights have changed.
         """
-        phi, psi = self._tables(embeddings, torch.cat([previous.flatten(), candidates.flatten()]))
+        phi, psi = self._tables(head, torch.cat([previous.flatten(), candidates.flatten()]))
         return self._delta(hidden, logits, phi[previous], psi[candidates])
 
     def _delta(self, hidden: Tensor, logits: Tensor, phi: Tensor, psi: Tensor) -> Tensor:
@@ -117,8 +115,9 @@ class BigramSelector(nn.Module):
 
     @torch.inference_mode(False)  # tables that were made in that mode could not be written to outside of it
     @torch.no_grad()
-    def _tables(self, embeddings: nn.Embedding, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _tables(self, head: Any, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return phi and psi of the whole vocabulary, [V, r] each, in which the rows of `tokens` are filled in."""
+        embeddings = head.embed_tokens or head.shared.embeddings
         weights = [*self.previous.parameters(), *self.candidate.parameters()]
         key = [state_of(weight) for weight in (*weights, *embeddings.parameters())]
         if self._known is None or self._known[0] != key:
@@ -128,7 +127,7 @@ class BigramSelector(nn.Module):
         _, known, phi, psi = self._known
         new = tokens[~known[tokens]]
         if len(new):
-            vectors = embeddings(new.to(device_of(embeddings))).to(phi)
+            vectors = head.embed(new).to(phi)
             phi[new], psi[new] = self.previous(vectors).to(phi), self.candidate(vectors).to(psi)  # of autocast's dtype
             known[new] = True
         return phi, psi
