@@ -55,7 +55,8 @@ class Student:
         tensors = [*self.head.named_parameters(), *self.head.named_buffers()]
         memo: dict[int, Any] = {id(tensor): tensor for name, tensor in tensors if name not in own}
         memo |= {id(self.head.observers): (), id(self.head.last_stats): None, id(self.head._pace_records): None}
-        memo |= {id(one): one for one in (self.head.ngram, self.head.head_rows)}
+        fixed = (getattr(self.head, name, None) for name in _FIXED)
+        memo |= {id(one): one for one in (self.head.ngram, self.head.head_rows, *fixed)}
         with torch.inference_mode(False):
             copied = copy.deepcopy(self.head, memo)
         if getattr(self.head.config, "block_attention", "causal") == "causal":  # else later tokens change earlier ones

@@ -200,9 +200,11 @@ def test_the_target_the_heads_state_and_the_generators(target: Any, head: DartHe
     assert torch.is_grad_enabled()
 
 
-def test_rows_of_the_lm_head_are_held_once(target: Any, head: DartHead) -> None:
-    learner = learning(target, head.reduce_vocabulary(range(20)))
-    assert all(one.rows_read == head.rows_read for one in (learner._student.frozen, learner._student.learnt))
+def test_rows_of_the_lm_head_and_tables_of_a_selector_are_held_once(target: Any, head: DartHead) -> None:
+    learner = learning(target, head.reduce_vocabulary(range(20)).add_selector(4))
+    for one in (learner._student.frozen, learner._student.learnt):
+        assert one.rows_read == head.rows_read
+        assert one.selector is head.selector
 
 
 def test_copies_go_on_by_themselves(target: Any, head: DartHead) -> None:
