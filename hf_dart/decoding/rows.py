@@ -45,6 +45,7 @@ class Rows:
         first = request.first_slot
         self.tokens = [ids[max(pad - first, 0) :] for ids, pad in zip(input_ids.tolist(), request.pads, strict=True)]
         self._stopped_at: list[int | None] = [None] * batch
+        self._met = input_ids.new_zeros(batch, dtype=torch.bool)  # [B, ...] as criteria return it: a row ends by all
         known = [criterion for criterion in self._criteria if type(criterion) is EosTokenCriteria]
         self.eos = {int(token) for criterion in known for token in criterion.eos_token_id}
         # Nothing but these tokens and the length ends a row; else criteria have a say.
@@ -177,6 +178,8 @@ class Rows:
         """
         column = self._reserve(self.prompt_length + self.emitted[0])
         if self.fills_up:
+            if self._met.ndim > 1:  # stock fails too
+                raise ValueError("Stopping criteria of shape [rows, 1] take no end token beside them; return [rows].")
             tokens = tokens.masked_fill(torch.tensor(self.ended, device=self.device), self.pad)
         self._ids[:, column] = tokens
         for row, token in enumerate(tokens.tolist()):
@@ -184,8 +187,8 @@ class Rows:
             self.emitted[row] += 1
         ids = self.ids_in_step()
         with users_default():
-            stopped = self._criteria(ids, scores).tolist()
-        for row, stops in enumerate(stopped):
+            self._met = self._met | self._criteria(ids, scores)
+        for row, stops in enumerate(self._met.reshape(len(self), -1).all(1).tolist()):
             if stops and self._stopped_at[row] is None:
                 self._stopped_at[row] = self.emitted[row]
         return ids

@@ -16,6 +16,7 @@ from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, 
 
 from hf_dart import DartHead, TreeConfig, attach
 from hf_dart.decoding import rows as module
+from hf_dart.decoding.api import generate
 from hf_dart.decoding.rows import Rows
 
 
@@ -82,6 +83,22 @@ def test_rows_that_run_on_are_not_taken_for_ended() -> None:
     ends = torch.isin(stock.sequences[:, 7:], torch.tensor([3, 4, 5, 6]))
     assert ends[:, :-12].any(), "a row was to run on for a while"
     assert drafter.last_stats.tau > 5
+
+
+@pytest.mark.parametrize("lengths", [[7], [7, 7]], ids=["one row", "two"])
+def test_criteria_that_return_a_column(lengths: list[int]) -> None:
+    """The shape that transformers documents; stock writes on with it, but for a step after one that filled rows up."""
+    target, inputs = tiny_target("llama"), prompts(lengths, seed=2)
+    head, options = tiny_head(target), {"do_sample": False, "stopping_criteria": [Criterion("a column")]}
+    stock, _ = assert_identical(target, head, inputs, max_new_tokens=40, **options)
+    assert stock.sequences.shape[1] == 7 + 36
+    words = {"stop_strings": list("lmnop"), "tokenizer": TOKENIZER}
+    stock, _ = assert_identical(target, head, inputs, max_new_tokens=40, **words, **options)
+    assert stock.sequences.shape[1] == 7 + (15 if len(lengths) > 1 else 1)
+    options |= {"eos_token_id": 1, "pad_token_id": 0}
+    assert_identical(target, head, inputs, max_new_tokens=1, **options)
+    with pytest.raises(ValueError, match="take no end token beside them; return"):
+        generate(target, **inputs, assistant=head, max_new_tokens=2, **options)
 
 
 @pytest.mark.parametrize("misses", [[0.0, 1.0], [1.0, 0.0]], ids=["late row ahead", "early row ahead"])

@@ -146,7 +146,9 @@ ARGUMENTS: list[dict[str, Any]] = [
     {"synced_gpus": True}, {"nonsense": 1},
 ]  # fmt: skip
 PROCESSORS = ["reads ids", "keeps count", "looks across rows", "draws", "in place", "nan", "raises", "stock's top-p"]
-CRITERIA = ["ends rows", "one row ends all", "keeps count", "draws", "raises", "stock's length", "stock's EOS"]
+CRITERIA = [
+    "ends rows", "a column", "one row ends all", "keeps count", "draws", "raises", "stock's length", "stock's EOS",
+]  # fmt: skip
 PROMPTS = [
     *["ids"] * 8, "positional", "embeddings", "both", "no mask", "int32", "bool mask", "float mask", "positions",
     "none", "right padding", "no tokens",

@@ -130,6 +130,8 @@ class Criterion(StoppingCriteria):
         ends = torch.isin(input_ids[:, -1], torch.tensor([3, 4, 5, 6]))
         if self.kind == "ends rows":
             return ends
+        if self.kind == "a column":
+            return ends[:, None]
         if self.kind == "one row ends all":
             return ends.any() & torch.ones_like(ends)
         if self.kind == "keeps count":
