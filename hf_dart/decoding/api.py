@@ -353,9 +353,9 @@ def speculative_generate(
     """
     with _refusals(optional):
         request = admit(model, input_ids, **options)
-        if not optional:
-            _show_prompt(request.streamer, input_ids)
-        session = begin_session(request, shown=input_ids if optional else None)
+    if not optional:
+        _show_prompt(request.streamer, input_ids)
+    session = begin_session(request, shown=input_ids if optional else None)
     engine = session.request.drafter.engine
     with broken_off_on_failure(session):
         session.first_token()
@@ -381,7 +381,7 @@ def open_request(request: Request, generator: torch.Generator | None = None) -> 
 def begin_session(request: Request, generator: torch.Generator | None = None, shown: Tensor | None = None) -> Session:
     """Read the prompt of a call that was let in; the streamer is `shown` it then, as it was given, if not before.
 
-    Should that fail, generator and cache are as they were.
+    Should that fail, generator and cache are as they were; with `shown`, a refusal is an [`UndraftedError`].
     """
     noise = None
     if request.generation_config.do_sample:
@@ -390,7 +390,8 @@ def begin_session(request: Request, generator: torch.Generator | None = None, sh
     undone = undone_on_failure(request.stock_cache, request.total) if request.users_cache else nullcontext()
     try:
         with undone:
-            session = Session(request, noise)
+            with _refusals(shown is not None):
+                session = Session(request, noise)
             if shown is not None:
                 _show_prompt(request.streamer, shown)
         return session
