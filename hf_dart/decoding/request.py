@@ -38,11 +38,11 @@ from hf_dart.models.trial import check_verification
 from hf_dart.models.verify import layer_windows
 from hf_dart.trees.config import TreeConfig
 
-# Options that ask `generate` for other modes than greedy search and sampling.
-_OTHER_MODES = (
+# Options that ask `generate` for other modes than greedy search and sampling, as they are where they do not.
+_OTHER_MODES = {"num_beams": 1, **dict.fromkeys((
     "constraints", "force_words_ids", "penalty_alpha", "dola_layers", "prompt_lookup_num_tokens",
     "assistant_early_exit", "use_mtp",
-)  # fmt: skip
+))}  # fmt: skip
 # Those that tokens are chosen by.
 _CHOOSING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PREPARING = RLock()  # calls that begin at once would each pack the weights and try the target
@@ -233,9 +233,9 @@ def refuse_options(
     # Processes that hold parts of the model would be kept in step by stock.
     sharded = not alone() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        asked_by = [name for name in _OTHER_MODES if getattr(config, name, None)] or [f"num_beams={config.num_beams}"]
+        remedy = [f"{name}={off}" for name, off in _OTHER_MODES.items() if getattr(config, name, off) != off]
         raise ValueError(
-            f"Drafts serve greedy search and sampling, not {mode.value}; leave out {' and '.join(asked_by)}, or leave "
+            f"Drafts serve greedy search and sampling, not {mode.value}; pass {' and '.join(remedy)}, or leave "
             "assistant= out."
         )
     named = [

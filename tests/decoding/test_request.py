@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from ast import literal_eval
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
@@ -35,6 +37,7 @@ ROUTES: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 3, "do_sample": False}, "num_beams"),
+    "constraints": ({"constraints": []}, "constraints=None"),
     "stock's own drafts": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
     "multi-token prediction": ({"use_mtp": True}, "use_mtp"),
     "sampled beams": ({"num_beams": 2}, "num_beams"),
@@ -80,6 +83,18 @@ def test_refused_options(target: Any, head: DartHead, name: str, route: str) -> 
     refused(lambda: target.generate(**arguments), ValueError, words)
     assert snapshot(target) == before
     assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+def test_the_targets_own_config_asks_for_other_modes(
+    target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever passes what the refusal names gets drafts."""
+    for name, value in {"prompt_lookup_num_tokens": 3, "penalty_alpha": 0.6, "num_beams": 2}.items():
+        monkeypatch.setattr(target.generation_config, name, value)
+    with pytest.raises(ValueError, match=r" pass num_beams=1 and .*, or leave") as refusal:
+        target.generate(**INPUTS, **GREEDY, assistant=head)
+    named = {name: literal_eval(value) for name, value in re.findall(r"(\w+)=(\w+)", str(refusal.value))}
+    assert_identical(target, head, INPUTS, **GREEDY, **named)
 
 
 def test_sharded_targets(

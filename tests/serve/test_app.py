@@ -214,7 +214,7 @@ def test_generation_configs_of_targets(target: Any, monkeypatch: pytest.MonkeyPa
     assert len(expected) < len(text)
     monkeypatch.setattr(target.generation_config, "num_beams", 2)
     start = partial(Service, target, TOKENIZER, tiny_head(target), [NAME], LIMITS)
-    refused_call(start, UserError, "with the target's generation_config; change it there: .* num_beams=2")
+    refused_call(start, UserError, "with the target's generation_config; change it there: .* num_beams=1")
 
 
 def plainly(target: Any, prompt: str, text: str) -> tuple[torch.Tensor, list[float]]:

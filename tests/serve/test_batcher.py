@@ -281,7 +281,7 @@ def test_refusals() -> None:
     target = tiny_target("llama")
     batcher = Batcher(target, tiny_head(target), max_tokens=50)
     for options, words in (
-        ({"num_beams": 2}, "leave out num_beams=2"),
+        ({"num_beams": 2}, "pass num_beams=1"),
         ({"num_return_sequences": 2, "do_sample": True}, "has 2 rows"),
         ({"max_new_tokens": 46}, "may hold 51 tokens, 5 of its prompt"),
         ({"return_dict_in_generate": True, "output_hidden_states": True}, "Hidden states are not"),

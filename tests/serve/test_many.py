@@ -76,7 +76,7 @@ def test_a_prompt_that_fails() -> None:
         else:
             wanted = type(target).generate(target, torch.tensor([prompt]), logits_processor=[Counts()], **GREEDY)
             assert torch.equal(output, wanted)
-    with pytest.raises(ValueError, match="leave out num_beams=2"):
+    with pytest.raises(ValueError, match="pass num_beams=1"):
         generate_many(target, given, num_beams=2, progress=False)
 
 
