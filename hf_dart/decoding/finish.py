@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from transformers import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dart.decoding.request import FILL
@@ -28,6 +29,9 @@ class DartGenerateOutput(GenerateDecoderOnlyOutput):
 def result(s: Session) -> Tensor | DartGenerateOutput:
     """Return the output of `generate` once all rows have ended; a cache that outlives the call gets stock's slots."""
     sequences = s.rows.sequences()
+    for length in (one for one in s.request.criteria if type(one) is MaxLengthCriteria):
+        # It reminds of a text that was longer than the target's positions and not done.
+        length(sequences[:, : max(s.rows.max_length - 1, s.rows.prompt_length + 1)], None)
     if s.stats.trace is not None:
         s.stats.trace.end(s.rows.steps)
     if s.noise is not None:

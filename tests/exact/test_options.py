@@ -26,6 +26,7 @@ from transformers import (
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
+from transformers.generation import stopping_criteria
 
 from hf_dart import TreeConfig, attach
 from hf_dart.decoding import feed
@@ -251,6 +252,18 @@ def test_length_criteria_of_the_users_own(llama: tuple[Any, Any], criteria: list
         options = {**mode, "max_new_tokens": None, "max_length": 22, "stopping_criteria": criteria}
         stock, _ = assert_identical(*llama, prompts([min(length, 9) for length in lengths]), **options)
         assert stock.sequences.shape[1] == ends
+
+
+def test_texts_longer_than_the_targets_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock's reminder comes where stock's would."""
+    told: list[bool] = []
+    monkeypatch.setattr(stopping_criteria.logger, "warning_once", lambda *_: told.append(True))
+    target = attach(tiny_target("llama", max_position_embeddings=9))
+    for length, new, wanted in ((7, 3, []), (7, 4, [True]), (10, 1, []), (10, 2, [True])):
+        for drafting in ({}, {"assistant": tiny_head(target)}):
+            target.generate(**prompts([length]), do_sample=False, max_new_tokens=new, **drafting)
+            assert told[:1] == wanted
+            told.clear()
 
 
 def test_embeddings_for_a_prompt(llama: tuple[Any, Any]) -> None:
