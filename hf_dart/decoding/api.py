@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -318,7 +319,12 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
         return
     if tokenizer is None:
         raise ValueError("stop_strings needs the tokenizer; pass tokenizer= to generate.")
-    kwargs["stop_strings"] = None  # a keyword overrides both configs
+    config = kwargs.get("generation_config")
+    if config is None or "stop_strings" in kwargs or model.generation_config.stop_strings is not None:
+        kwargs["stop_strings"] = None  # a keyword overrides both configs
+    else:  # stock deprecates keywords beside a config
+        kwargs["generation_config"] = config = copy(config)
+        config.stop_strings = None
     criteria = kwargs.get("stopping_criteria") or []
     if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # one of the user's own replaces it
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)

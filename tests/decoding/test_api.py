@@ -17,6 +17,7 @@ from support.compare import assert_identical, run, same, snapshot
 from support.tiny import nearly, prompts, tiny_head, tiny_target
 from support.users import TOKENIZER, Listener
 from transformers import GenerationConfig, PreTrainedTokenizerFast, StopStringCriteria, pipeline
+from transformers.generation import utils
 
 from hf_dart import DartHead, LanguageModelDrafter, LookupDrafter, TreeConfig, attach, detach, load_drafter
 
@@ -230,15 +231,20 @@ STOPS: dict[str, Callable[[str], tuple[list[Any], dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("place", STOPS)
-def test_stop_strings_from_elsewhere(target: Any, head: DartHead, place: str) -> None:
+def test_stop_strings_from_elsewhere(target: Any, head: DartHead, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     letters = TOKENIZER.decode(run(target, INPUTS, 0, **GREEDY).sequences[0, 12:14])
-    target.generation_config.stop_strings = letters if place == "the model" else "never"
+    target.generation_config.stop_strings = {"the model": letters, "a config": None}.get(place, "never")
+    told: list[str] = []
+    monkeypatch.setattr(utils.logger, "warning_once", told.append)
     texts, ids = [], INPUTS["input_ids"]
     for drafting in ({}, {"assistant": head}):
         by_position, options = STOPS[place](letters)
         texts.append(target.generate(ids, *by_position, **options, tokenizer=TOKENIZER, **drafting))
     assert torch.equal(*texts)
     assert texts[0].shape[1] == 14
+    if place == "a config":
+        assert not told, "stock deprecates keywords beside a config, and the call has none"
+        assert options["generation_config"].stop_strings == letters
     if place == "the model":
         stock, _ = assert_identical(target, head, INPUTS, stop_strings=None, **GREEDY)
         assert stock.sequences.shape[1] == 7 + 16
