@@ -180,12 +180,11 @@ def _assisted_decoding(
     stopping_criteria: Any,
     generation_config: Any,
     drafter: Drafter[Any],
-    synced_gpus: bool = False,
     streamer: Any = None,
     **model_kwargs: Any,
 ) -> Any:
     """`type(model)._assisted_decoding` with candidates of `drafter`; as stock returns it."""
-    _refuse(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    _refuse(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
     drafter.check_target(model)
     total = input_ids.shape[1]
     pads = left_padding(model_kwargs.get("attention_mask"), total, 1)[0]
@@ -209,18 +208,12 @@ def _assisted_decoding(
 
 
 def _refuse(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    processors: Any,
-    criteria: Any,
-    config: Any,
-    synced_gpus: bool,
-    kwargs: dict[str, Any],
+    model: PreTrainedModel, input_ids: Tensor, processors: Any, criteria: Any, config: Any, kwargs: dict[str, Any]
 ) -> None:
     refuse_target(model)
     if model.training:  # chains have no trial, which would show what train mode changes
         raise ValueError("The target is in train mode, where chains are not tried out; call model.eval() first.")
-    refuse_options(model, config, input_ids, synced_gpus, kwargs)
+    refuse_options(model, config, input_ids, False, kwargs)
     refuse_crossing(model, input_ids.shape[1], 0, config.max_length)
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight trades exactness for speed; leave it or custom_generate= out.")
