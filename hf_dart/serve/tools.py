@@ -11,7 +11,7 @@ from hf_dart.serve.parameters import Asked
 from hf_dart.serve.refusal import Refusal
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
-_READ = "content", "tool_calls"
+_READ = {"content", "tool_calls"}
 _CALL = {"type": "function", "function": "{content}"}
 _FORM: dict[str, Any] = {
     "start_anchor": _BEGIN,
@@ -73,18 +73,20 @@ class Reader:
         """True if no more calls are wanted, so that the text may end."""
         return self.calls == self._most
 
-    def add(self, text: str, last: bool = False) -> tuple[str, tuple[Call, ...]]:
-        """Return what is certain now that this was written, too: text, and calls; one that cannot be read is text."""
+    def add(self, text: str, last: bool = False, cut: bool = False) -> tuple[str, tuple[Call, ...]]:
+        """Return the text and the calls that are certain now; one that cannot be read, or that is `cut`, is text."""
         if self._parser is None:
             return text, ()
         shown, calls = "", list[Call]()
-        for part in [*text, ""] if last else text:  # character by character, and the end
+        mark = "\0" if cut else ""  # after which a call goes on only if its own end has not come
+        for part in [*text, *mark, ""] if last else text:  # character by character, and the end
             if self.full:
                 break
             self._held += part
             try:
                 events = self._parser.feed(part) if part else self._parser.finalize()[1]
-                if any(event["field"] not in _READ for event in events):  # shown as it stands
+                seen = {event["field"] for event in events}
+                if seen - _READ or (cut and not part and "tool_calls" in seen):  # shown as it stands
                     events, shown, self._held = [], shown + self._held, ""
                 for item in self._items(events):
                     if isinstance(item, str):
@@ -95,4 +97,4 @@ class Reader:
             except (KeyError, TypeError, ValueError):  # of one call: those after it are read
                 self._parser, shown, self._held = self._begin(), shown + self._held, ""
         # The beginning of a call's first word, which no other field of `_FORM` takes.
-        return shown + (self._held if last and self._forced else ""), (*calls,)
+        return (shown + (self._held if last and self._forced else "")).removesuffix(mark), (*calls,)

@@ -98,17 +98,17 @@ class _Text(Observer):
                 self.end = "stop"
                 self.handle.cancel()
                 break
+        cut = self._service.ends.isdisjoint(self.handle.tokens[self.tokens - 1 : self.tokens])
         if done and not self.end:
             self.handle.result()
-            full = self.tokens == self._most and self.handle.tokens[-1] not in self._service.ends
-            self.end = "length" if full else "stop"
+            self.end = "length" if cut and self.tokens == self._most else "stop"
         if self.end:
-            said |= self._read(self._detokenizer.end(), last=True)
+            said |= self._read(self._detokenizer.end(), last=True, cut=cut)
         end = "tool_calls" if self.end == "stop" and self._reader.calls else self.end
         return said | Piece(index, logprobs=tuple(self._logprobs[first : self.tokens]), end=end or None)
 
-    def _read(self, text: str, last: bool = False) -> Piece:
-        text, calls = self._reader.add(text, last)
+    def _read(self, text: str, last: bool = False, cut: bool = False) -> Piece:
+        text, calls = self._reader.add(text, last, cut)
         return Piece(0, text, calls=calls)
 
 

@@ -143,6 +143,8 @@ def test_calls_that_the_model_makes(service: Service, client: Any, seed: int, co
         assert once.choices[0].finish_reason == "tool_calls"
         assert once.usage.completion_tokens < 30
         assert (whole.content or "").startswith(once.choices[0].message.content or "")
+        cut = client.chat.completions.create(**given, stop=", name").choices[0].message  # in the last call
+        assert (calls_of(cut), cut.content) == (pairs[:2], f"{whole.content[:-1]}ict(str")
     none = client.chat.completions.create(**given, tool_choice="none").choices[0].message
     assert (none.tool_calls, none.content) == (None, stock(service, seed=seed, max_new_tokens=30)[0])
 
@@ -300,6 +302,18 @@ def test_calls_that_are_cut_before_they_begin(service: Service, text: str, conte
     written = text.format(call='<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')
     shown, calls = Reader(asked, service.tokenizer, service.model).add(written, last=True)
     assert (shown, len(calls)) == (content, count)
+
+
+def test_calls_that_are_cut(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen3.5's, of which any part may be read, and whose end might go on."""
+    monkeypatch.setattr(service.tokenizer, "response_template", None)
+    monkeypatch.setattr(service.model.config, "model_type", "qwen3_5_text")
+    call = "<tool_call>\n<function=state>\n<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>"
+    for size in range(len(call) + 1):
+        reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), service.tokenizer, service.model)
+        shown, calls = reader.add(f"Well.{call[:size]}", last=True, cut=True)
+        made = [("state", '{"deep": true}')] if size == len(call) else []
+        assert ([one[2:] for one in calls], shown) == (made, "Well." if made else f"Well.{call[:size]}")
 
 
 def test_parts_of_a_character_have_no_bytes(service: Service) -> None:
