@@ -48,7 +48,7 @@ class Reader:
     Raises a `Refusal` where nothing says what a call looks like in such a text.
     """
 
-    def __init__(self, asked: Asked, tokenizer: Any, model: Any) -> None:
+    def __init__(self, asked: Asked, tokenizer: Any, model: Any, prompt: list[int]) -> None:
         self.calls, self._held, self._most = 0, "", None if asked.parallel else 1
         self._forced = bool(asked.forced)
         self._parser: Any = None
@@ -63,9 +63,11 @@ class Reader:
             raise Refusal(f'{message}; give tool_choice "required", "none" or a function.', "tool_choice")
         # Others are thoughts, where no call is one; a closing word alone tells at once where they end.
         fields = {key: one for key, one in template["fields"].items() if key in _READ or type(one.get("close")) is str}
-        # What the prompt ends with is no part of the text, and no template begins a call there.
-        self._begin = partial(ResponseParser, {**template, "fields": fields}, "", tools=asked.functions)
-        self._parser = self._begin()
+        self._begin = partial(ResponseParser, {**template, "fields": fields}, tools=asked.functions)
+        # A thought may begin at the prompt's end; what else that ends with is no part of the text.
+        end = tokenizer.decode(prompt[-32:]).rstrip()
+        words = [str(one["open"]) for key, one in fields.items() if key not in _READ and "open" in one]
+        self._parser = self._begin(next((word for word in words if end.endswith(word.rstrip())), ""))
         self._items = response_events_to_chunks
 
     @property
@@ -95,6 +97,6 @@ class Reader:
                         calls.append(Call(self.calls, secrets.token_hex(5)[1:], item.name, item.arguments))
                         self.calls, self._held = self.calls + 1, ""
             except (KeyError, TypeError, ValueError):  # of one call: those after it are read
-                self._parser, shown, self._held = self._begin(), shown + self._held, ""
+                self._parser, shown, self._held = self._begin(""), shown + self._held, ""
         # The beginning of a call's first word, which no other field of `_FORM` takes.
         return (shown + (self._held if last and self._forced else "")).removesuffix(mark), (*calls,)

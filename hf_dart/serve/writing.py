@@ -66,7 +66,7 @@ class _Text(Observer):
         self._service, self._top, self._logprobs = service, asked.top, list[TokenLogprob]()
         before = ids if isinstance(asked, CompletionAsked) else ()
         self._detokenizer = Detokenizer(service.tokenizer, asked.stop, bool(asked.functions), before)
-        self._reader = Reader(asked, service.tokenizer, service.model)
+        self._reader = Reader(asked, service.tokenizer, service.model, ids)
         self.tokens, self.end, self._most = 0, "", options["max_new_tokens"]
         given = torch.tensor([ids], device=service.batcher.device)
         options |= {"attention_mask": torch.ones_like(given), "tokenizer": service.tokenizer}

@@ -300,7 +300,7 @@ def test_calls_that_are_cut_before_they_begin(service: Service, text: str, conte
     """Where one has to be made, a part of its first word is text, too."""
     asked = ChatAsked(messages=MESSAGES, tools=TOOLS, tool_choice="required")
     written = text.format(call='<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')
-    shown, calls = Reader(asked, service.tokenizer, service.model).add(written, last=True)
+    shown, calls = Reader(asked, service.tokenizer, service.model, []).add(written, last=True)
     assert (shown, len(calls)) == (content, count)
 
 
@@ -310,7 +310,7 @@ def test_calls_that_are_cut(service: Service, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(service.model.config, "model_type", "qwen3_5_text")
     call = "<tool_call>\n<function=state>\n<parameter=deep>\ntrue\n</parameter>\n</function>\n</tool_call>"
     for size in range(len(call) + 1):
-        reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), service.tokenizer, service.model)
+        reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), service.tokenizer, service.model, [])
         shown, calls = reader.add(f"Well.{call[:size]}", last=True, cut=True)
         made = [("state", '{"deep": true}')] if size == len(call) else []
         assert ([one[2:] for one in calls], shown) == (made, "Well." if made else f"Well.{call[:size]}")
@@ -330,7 +330,7 @@ def test_text_that_only_looks_like_a_call(service: Service, size: int) -> None:
     tokenizer: PreTrainedTokenizerBase = copy.deepcopy(service.tokenizer)
     tokenizer.response_template = None
     call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
-    for text, content, count in (
+    for text, content, count, *prompt in (
         (f"<think>so</think>Well.\n{call}\n{call}", "<think>so</think>Well.", 2),
         ("a <tool_cal> b", "a <tool_cal> b", 0),
         (f"{call}\n<tool_call>\nno</tool_call> and", "\n<tool_call>\nno</tool_call> and", 1),
@@ -339,8 +339,11 @@ def test_text_that_only_looks_like_a_call(service: Service, size: int) -> None:
         (f"<tool_call></tool_call> I\n{call} x{call}", "<tool_call></tool_call> I x", 2),
         (f"a\n<think>{call} <<</think>{call}", f"a\n<think>{call} <<</think>", 1),
         (f"<think>{call}</thin", f"<think>{call}</thin", 0),
+        (f"{call}\n<tool_call></think>\n{call}", f"{call}\n<tool_call></think>", 1, "<think>\n"),
+        (f"{call}\n", "\n", 1, "<think>\n\n</think>\n\n"),
     ):
-        reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), tokenizer, service.model)
+        ids = tokenizer("".join(prompt))["input_ids"]
+        reader = Reader(ChatAsked(messages=MESSAGES, tools=TOOLS), tokenizer, service.model, ids)
         found = [reader.add(text[start : start + size]) for start in range(0, len(text), size)]
         found.append(reader.add("", last=True))
         calls = [one for _, made in found for one in made]
