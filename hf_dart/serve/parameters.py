@@ -159,19 +159,20 @@ class _Tool(_Read):
 
 
 class _Called(_Read):
+    notes = frozenset(["parsed_arguments"])
     name: str
     arguments: Json[dict[str, Any]]
 
 
 class _Call(_Read):
+    notes = frozenset(["index"])
     type: Literal["function"] = "function"
     id: str
     function: _Called
 
 
 class _Message(_Read):
-    notes = frozenset(["type", "id", "status", "phase", "annotations"])  # of an answer that is handed back
-
+    notes = frozenset(["type", "id", "status", "phase", "annotations", "parsed"])  # of an answer that is handed back
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[Any, AfterValidator(_text_of)] = None
     name: str | None = None

@@ -121,6 +121,9 @@ def test_calls_that_have_to_be_made(service: Service, client: Any, choice: Any, 
         assert rest.endswith(made.message.content or "")
         assert len({call.id for call in made.message.tool_calls}) == len(wanted)
     assert whole.message.content == (streamed.message.content or None)
+    if not rest:  # handed back with what the client has made of it
+        messages = [*MESSAGES, stream.get_final_completion().choices[0].message]
+        assert client.chat.completions.create(model="code", messages=messages, max_tokens=1).choices
 
 
 @pytest.mark.parametrize(("seed", "count"), [(1, 0), (3, 3)])
