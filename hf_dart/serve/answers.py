@@ -194,4 +194,4 @@ def _part(text: str) -> dict[str, Any]:
 
 
 def _event(content: dict[str, Any]) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
+    return f"data: {json.dumps(content)}\n\n"  # in ASCII: some clients end lines at other characters, too

@@ -178,6 +178,14 @@ def test_several_prompts(target: Any, client: Any) -> None:
         assert last.usage.prompt_tokens == 8
 
 
+def test_events_are_lines_to_any_client(address: str) -> None:
+    """Also to those that end lines at other characters than HTTP does."""
+    body = {"prompt": "a\x85b\u2028c\u2029", "echo": True, "stream": True, "max_tokens": 1}
+    _, events, _ = ask(address, "/v1/completions", body)
+    assert events.split("\n") == [*events.splitlines(), ""]
+    assert json.loads(events.split("\n")[0].removeprefix("data: "))["choices"][0]["text"] == body["prompt"]
+
+
 def test_a_space_that_a_decoder_drops(target: Any, client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a text begins, as Llama 2's does: completions go on from the prompt's end, and answers of a chat begin."""
     text, _ = stock(target, "uaA", do_sample=False, max_new_tokens=6)
