@@ -237,6 +237,7 @@ class Asked(_Read):
     user: str | None = Field(None, max_length=512)
     safety_identifier: str | None = Field(None, max_length=512)
     most: ClassVar[Any]  # new tokens at most; None for as many as the model takes
+    said: ClassVar[str] = "prompt"  # parameter that has the text
     form: ClassVar[str] = "response_format"  # parameter that asks for JSON
     schema_of_text: ClassVar[Any] = None
     functions: ClassVar[Any] = ()  # tools that the model is told of
@@ -317,6 +318,7 @@ class ChatAsked(_Talk):
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: _ResponseFormat | None = None
+    said = "messages"
     most = property(lambda self: self.max_completion_tokens or self.max_tokens)
     top = property(lambda self: (self.top_logprobs or 0) if self.logprobs else None)
     turns = property(lambda self: [one.for_template() for one in self.messages])
@@ -357,7 +359,7 @@ class ResponseAsked(_Talk):
     n: Literal[1] | None = 1
     top_logprobs: Literal[0] | None = None
     text: _TextOptions | None = None
-    form = "text"
+    said, form = "input", "text"
     most = property(lambda self: self.max_output_tokens)
     schema_of_text = property(lambda self: self.text and self.text.format and self.text.format.schema_of_text)
 

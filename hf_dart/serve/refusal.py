@@ -9,16 +9,12 @@ _KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class Refusal(HTTPException):
-    """A request that is not answered: a sentence, the parameter that it is about, and a status of HTTP."""
+    """A request that is not answered: a sentence, the parameter that it is about, HTTP's status, and OpenAI's code."""
 
-    def __init__(self, message: str, param: str | None = None, status: int = 400, **headers: str) -> None:
+    def __init__(self, message: str, param: str = "", status: int = 400, code: str = "", **headers: str) -> None:
         super().__init__(status, message, headers)
-        self.error = {
-            "message": message,
-            "type": _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error"),
-            "param": param,
-            "code": "model_not_found" if param == "model" else None,
-        }
+        kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.error = {"message": message, "type": kind, "param": param or None, "code": code or None}
 
     def response(self) -> JSONResponse:
         return JSONResponse({"error": self.error}, self.status_code, self.headers)

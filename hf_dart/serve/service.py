@@ -103,7 +103,7 @@ class Service:
         """Raise a `Refusal` for the name of another model."""
         if name is not None and name not in self.names:
             message = f"There is no model {name!r:.200} here; leave it out, or name {self.names[0]!r}."
-            raise Refusal(message, "model", 404)
+            raise Refusal(message, "model", 404, "model_not_found")
 
     def read(self, asked: Asked) -> tuple[list[list[int]], list[dict[str, Any]]]:
         """Return of each prompt its token ids, and options of `generate`; raise a `Refusal` if they cannot be had."""
@@ -112,13 +112,13 @@ class Service:
             if int(token) >= self._vocabulary:
                 raise Refusal(f"logit_bias names token {token}; give ids below {self._vocabulary}.", "logit_bias")
         if isinstance(asked, CompletionAsked):
-            prompts = [self._ids(one) for one in asked.prompt]
+            prompts = [self._ids(one, asked.said) for one in asked.prompt]
         else:
             prompts = [self._talk(asked)]
         user = asked.user or asked.safety_identifier or ""  # requests that name none remember together
         memory = None if self._memory is None else self._memory.namespace(user)
         options = {**asked.sampling(self._samples), "memory": memory}
-        return prompts, [{**options, "max_new_tokens": self._most(len(ids), asked.most)} for ids in prompts]
+        return prompts, [{**options, "max_new_tokens": self._most(len(ids), asked)} for ids in prompts]
 
     def grammar(self, asked: Asked) -> Any:
         """Compile the JSON schema or the calls that a grammar holds the texts to (xgrammar), if it is not known yet."""
@@ -140,23 +140,23 @@ class Service:
             why = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", sentence(error))  # where it lies in xgrammar's source
             raise Refusal(f"The schema of {name} cannot be met: {why}", name) from error
 
-    def _ids(self, prompt: str | list[int], **options: Any) -> list[int]:
+    def _ids(self, prompt: str | list[int], name: str, **options: Any) -> list[int]:
         """Return the token ids of a prompt."""
         try:
             ids = self.tokenizer(prompt, **options)["input_ids"] if isinstance(prompt, str) else prompt
         except (TypeError, ValueError) as error:
-            raise Refusal("The prompt has half a character (a lone surrogate); give whole ones.", "prompt") from error
+            raise Refusal("The prompt has half a character (a lone surrogate); give whole ones.", name) from error
         if not ids:
-            raise Refusal("The prompt is empty; give some text.", "prompt")
+            raise Refusal("The prompt is empty; give some text.", name)
         if not all(0 <= one < self._vocabulary for one in ids):
-            raise Refusal(f"The prompt has ids that are no tokens; give some below {self._vocabulary}.", "prompt")
+            raise Refusal(f"The prompt has ids that are no tokens; give some below {self._vocabulary}.", name)
         return ids
 
     def _talk(self, asked: Any) -> list[int]:
         """Return messages in the model's chat template, as token ids."""
         flags = asked.chat_template_kwargs or {}
         if not self.tokenizer.chat_template:
-            raise Refusal("The model has no chat template; start the server with --chat-template FILE.", "messages")
+            raise Refusal("The model has no chat template; start the server with --chat-template FILE.", asked.said)
         if own := _OWN & flags.keys():
             raise Refusal(f"{min(own)} is nothing that a template reads; leave it out.", "chat_template_kwargs")
         write = partial(self.tokenizer.apply_chat_template, asked.turns, tokenize=False, add_generation_prompt=True)
@@ -164,18 +164,18 @@ class Service:
             text = write(tools=asked.functions or None, **flags)
             unread = bool(asked.functions) and text == write(**flags)
         except Exception as error:
-            raise Refusal(f"The chat template does not take these messages: {sentence(error)}", "messages") from error
+            raise Refusal(f"The chat template does not take these messages: {sentence(error)}", asked.said) from error
         if unread:
             raise Refusal("The chat template does not read tools; start the server with --chat-template FILE.", "tools")
-        return self._ids(text, add_special_tokens=False)
+        return self._ids(text, asked.said, add_special_tokens=False)
 
-    def _most(self, prompt: int, most: int | None) -> int:
-        """Return how many tokens are written at most after a prompt of so many, if `most` were asked for."""
-        length = self.limits.length
-        if prompt + (most or 1) > length:
-            message = f"The model takes {length} tokens, and {prompt} of the prompt and {most or 1} new ones are more"
-            raise Refusal(f"{message}; ask for fewer.", "prompt")
-        return most or min(length - prompt, _UNASKED)
+    def _most(self, prompt: int, asked: Asked) -> int:
+        """Return how many tokens are written at most after a prompt of so many."""
+        length, most = self.limits.length, asked.most or 1
+        if prompt + most > length:
+            message = f"The model takes {length} tokens, and {prompt} of the prompt and {most} new ones are more"
+            raise Refusal(f"{message}; ask for fewer.", asked.said, code="context_length_exceeded")
+        return asked.most or min(length - prompt, _UNASKED)
 
 
 def length_of(model: Any, most: int) -> int:

@@ -352,6 +352,12 @@ def test_what_the_model_refuses(address: str) -> None:
             status, error, _ = refused(address, "completions", body)
             assert (status, error["param"]) == (400, param)
             assert message in error["message"]
+    assert refused(address, "completions", {"prompt": "x", "model": 5})[1]["code"] is None
+    for content, code in (("x" * 300, "context_length_exceeded"), ("\ud800", None)):
+        bodies = ("messages", [{"role": "user", "content": content}]), ("input", content), ("prompt", content)
+        for path, (param, given) in zip(("chat/completions", "responses", "completions"), bodies, strict=True):
+            _, error, _ = refused(address, path, {param: given})
+            assert (error["param"], error["code"]) == (param, code)
 
 
 def test_the_length_of_a_model() -> None:
