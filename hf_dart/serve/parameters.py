@@ -25,7 +25,7 @@ _REASONS = {
     "is not needed, as drafts are found here; leave it out": "prediction",
     "is not known to chat templates; give chat_template_kwargs": "reasoning reasoning_effort",
     "asks for text in the middle of another, which is not written here; leave it out": "suffix",
-    "would drop text; shorten the messages": "truncation",
+    "would drop text; leave it out, and shorten what is too long": "truncation",
     "is not known to models; say it in a message": "verbosity",
 }
 _REFUSED = {name: why for why, names in _REASONS.items() for name in names.split()}
@@ -57,7 +57,7 @@ class _Read(BaseModel):
                 shown = name[:100].encode(errors="replace").decode()  # JSON may bring half a character
                 remedy = did_you_mean(shown, cls.model_fields, "leave it out.")
                 raise _wrong(f"There is no parameter {shown!r}; {remedy}", shown)
-            if given[name] not in _NOTHING:
+            if given[name] not in _NOTHING or (name, given[name]) == ("truncation", "auto"):
                 raise _wrong(f"{name} {_REFUSED[name]}.", name)
         return {name: value for name, value in given.items() if name in cls.model_fields}
 
