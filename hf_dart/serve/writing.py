@@ -209,10 +209,8 @@ class Texts:
             raise Refusal(sentence(error)) from error
 
     async def _watch(self) -> None:
-        """End all when the client leaves."""
+        """Tell `_wait` when the client leaves, which ends all."""
         while (await self._request.receive())["type"] != "http.disconnect":
             pass
         self._gone = True
         self._news.set()
-        for text in self._texts:
-            text.handle.cancel()
