@@ -209,9 +209,11 @@ class RowGrammar:
         for depth in range(min(len(self._run) + 1, proposal.logits.shape[1])):
             known = depth < len(self._run)
             allowed = self._run[depth : depth + 1] if known else self._grammar.allowed([*written, *self._run[:depth]])
-            logits, tokens = proposal.logits[row, depth], proposal.vocabulary
-            tokens = torch.arange(len(logits), device=logits.device) if tokens is None else tokens
-            mask = torch.isin(tokens, torch.as_tensor(allowed, dtype=torch.long, device=tokens.device))
+            logits, vocabulary = proposal.logits[row, depth], proposal.vocabulary
+            none = len(logits) if vocabulary is None else int(vocabulary[-1]) + 1
+            mask = torch.zeros(none + 1, dtype=torch.bool, device=logits.device)
+            mask[torch.as_tensor(allowed, dtype=torch.long, device=logits.device).clamp(max=none)] = True
+            mask = mask[:none] if vocabulary is None else mask[vocabulary]
             if mask.any():
                 logits.masked_fill_(~mask, -torch.inf)
 
