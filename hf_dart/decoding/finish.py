@@ -12,7 +12,7 @@ from transformers import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dart.decoding.request import FILL
-from hf_dart.decoding.session import Session
+from hf_dart.decoding.session import Session, joined
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.turns import leave
 from hf_dart.drafters.base import Verified
@@ -37,7 +37,7 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
     if s.noise is not None:
         s.noise.leave_as_stock(s.rows.steps)
     if s.request.returns_cache:
-        pending = [*s.pending, s.seen, *_even_out(s, sequences)]
+        pending = joined([*s.pending, s.seen, *_even_out(s, sequences)])  # read one by one, each takes a forward
         s.cache.write_back(s.rows.steps - 1)
         request = s.request
         leave(s.cache.stock, request.drafter, s.drafter_state, pending, request.first_slot, sequences.clone())

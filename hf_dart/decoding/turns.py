@@ -38,7 +38,7 @@ class _StateLeft:
 
     drafter: ref[Drafter[Any]]
     state: DrafterState
-    pending: list[Verified]
+    pending: Verified
     first: int  # slot of the first token that is known
     tokens: Tensor  # [B, S] from there to the slot after the cache
     keys: ref[Tensor] | None  # of the first layer, where every update makes a new tensor
@@ -48,7 +48,7 @@ _left: WeakKeyDictionary[Cache, _StateLeft] = WeakKeyDictionary()
 
 
 def leave(
-    cache: Cache, drafter: Drafter[Any], state: DrafterState, pending: list[Verified], first: int, tokens: Tensor
+    cache: Cache, drafter: Drafter[Any], state: DrafterState, pending: Verified, first: int, tokens: Tensor
 ) -> None:
     """Keep a drafter's state for the next call over this cache, which holds all but the last of the tokens [B, S].
 

@@ -319,15 +319,14 @@ class Drafter(_Plain, ABC, Generic[State]):
         """Device and dtype of what it keeps in a `SlotCache`; None for drafters whose state is another."""
         return None
 
-    def resume(self, state: State, pending: list[Verified], lengths: Tensor) -> bool:
+    def resume(self, state: State, pending: Verified, lengths: Tensor) -> bool:
         """Go on with a state of an earlier call: take in what it lacks, then drop what follows `lengths` [B].
 
         Return whether the state now holds `lengths` positions per row; a new one is begun otherwise.
         """
         if self.runs_in is None or not isinstance(state, SlotCache) or not state.writable(*self.runs_in):
             return False
-        for verified in pending:
-            self.extend(state, *verified)
+        self.extend(state, *pending)
         return state.cut(lengths)
 
     @abstractmethod

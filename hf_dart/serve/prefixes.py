@@ -109,7 +109,7 @@ def _over(request: Request, prefix: _Prefix) -> Request:
     cache, tokens = _sharing(prefix.cache), prefix.tokens[None]
     if prefix.state is not None and prefix.drafter() is request.drafter:
         unread = Verified(prefix.features, tokens[:, -1:].to(request.input_ids.device), torch.ones(1, dtype=torch.long))
-        leave(cache, request.drafter, DrafterState(_copy(prefix.state), 0, request.pads), [unread], 0, tokens)
+        leave(cache, request.drafter, DrafterState(_copy(prefix.state), 0, request.pads), unread, 0, tokens)
     kwargs = {**request.model_kwargs, cache_name(request.model): cache}
     return replace(request, model_kwargs=kwargs, cached=tokens.shape[1] - 1)
 

@@ -156,9 +156,8 @@ def test_only_the_new_tokens_are_passed(pair: tuple[Any, DartHead], lengths: lis
 class RecordingDrafter(ReplayDrafter):
     """Goes on with any state, and keeps how many positions of each row that has been given."""
 
-    def resume(self, state: ReplayState, pending: list[Verified], lengths: Tensor) -> bool:
-        for verified in pending:
-            self.extend(state, *verified)
+    def resume(self, state: ReplayState, pending: Verified, lengths: Tensor) -> bool:
+        self.extend(state, *pending)
         self.taken = state.lengths.tolist()
         return True
 
