@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,13 +22,14 @@ from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.models.running_states.mixers import mixers_of
 
 
-def test_measured_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that a pass over the target, and one over the head, puts forward by a second."""
+def test_measured_on_request(monkeypatch: pytest.MonkeyPatch, noted: Any) -> None:
+    """By a clock that a pass over the target, one over the head, and a call puts forward by a second."""
     target = tiny_target("llama")
     head = tiny_head(target)
     passes = Clock()
     for part in (target, head.layers[0]):
         part.register_forward_hook(lambda *_: passes.time() and None)
+    noted(type(target), "generate", lambda *_, **__: passes.time())
     for timing in (exact, stats):
         monkeypatch.setattr(timing, "perf_counter", lambda: passes.now)
     state = torch.get_rng_state()
