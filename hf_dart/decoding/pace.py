@@ -380,9 +380,11 @@ class Pace:
     def _correct(self) -> None:
         """Correct the costs of trees by the rounds that were measured."""
         record = self._record
+        if self._measured and not self._seconds:  # by the first round alone, that round would count for many
+            cost = self.cost(drafted=False)
+            self._seconds = median(verify / cost.of(nodes, levels) for nodes, levels, verify in self._measured)
         for nodes, levels, verify in self._measured:
             size, expected = int(self._filled[nodes - 1]), self.cost(drafted=False).of(nodes, levels)
-            self._seconds = self._seconds or verify / expected
             late = min(max(verify / (self._seconds * expected), 1 / _LATE), _LATE)
             self._seconds *= late**_SPEED
             record.timed *= 1 - _FADES

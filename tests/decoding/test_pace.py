@@ -591,6 +591,17 @@ def test_later_calls_know_what_earlier_ones_took() -> None:
     assert new().copied_chances() == later.copied_chances(), "a call that began before adds to what is known by its end"
 
 
+def test_a_first_round_that_is_late_counts_as_any_other() -> None:
+    records: dict[Any, PaceRecord] = {}
+    costs, late = {1: 1.0, 8: 3.0}, (True, 8, 0.0, 0.0, 2 * 0.3 * 3.0)
+    for rounds in (verified([1, 8], 200, costs.__getitem__), [late, *verified([8], 40, costs.__getitem__)]):
+        clock = Clock(pace_of(TreeConfig(draft_cost=0.25), timed=("node_cost",), records=records))
+        for one in rounds:
+            clock.round(*one)
+        clock.pace.finish(LookupDrafter())
+        assert clock.pace.cost(False).of(8) == pytest.approx(3.0, rel=0.1)
+
+
 def test_calls_measure_their_rounds(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a drafter for another target starts from nothing."""
     monkeypatch.setattr(Pace, "timed_costs", TIMED_COSTS)
