@@ -208,7 +208,7 @@ class Session:
 
     def unread(self, drafted: bool) -> Verified | None:
         """Return the verified positions that a draft begins with; None if the round is not `drafted`."""
-        if self.feeds:
+        if self.feeds and (self.request.tree_config.nodes != 1 or self.request.returns_cache):  # else none ever drafts
             self.pending.append(self.seen)
         if not drafted:
             return None

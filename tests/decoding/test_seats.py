@@ -106,18 +106,19 @@ def test_generators_and_caches_that_are_handed_back(family: str, first: bool) ->
     assert torch.equal(close_call(beside), stocks(target, other, 0)), "a call that goes takes nothing of another one"
 
 
-def test_calls_whose_drafts_pause_alone() -> None:
-    """In seats they may draft, so that the drafter is handed what they have verified."""
+@pytest.mark.parametrize("shape", [TreeConfig(draft_cost=9.0, node_cost=1e-4), TreeConfig(nodes=1)])
+def test_calls_whose_drafts_pause_alone(shape: TreeConfig) -> None:
+    """In seats they may draft, so that the drafter is handed what they have verified; where none may, none is kept."""
     target = tiny_target("llama")
     head = tiny_head(target)
-    shape = TreeConfig(draft_cost=9.0, node_cost=1e-4)
     options = {**prompts([9]), "do_sample": False, "max_new_tokens": 20, "assistant": head, "tree_config": shape}
     generate(target, **options)
-    seats = Seats(2)
-    for _ in range(2):
-        seats.take(opened(target, **options))
+    seats, sessions = Seats(2), [opened(target, **options) for _ in range(2)]
+    for session in sessions:
+        seats.take(session)
     while seats.taken:
         assert all(failure is None for _, failure in seats.round())
+    assert shape.nodes != 1 or not any(session.pending for session in sessions)
 
 
 def test_room_of_a_long_call_that_has_left(target: Any, head: DartHead) -> None:
