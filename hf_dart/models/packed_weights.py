@@ -130,6 +130,8 @@ def pack(target: PreTrainedModel, drafter: Any = None) -> None:
     Those that have changed are packed once two calls have seen them as they are: of a model that is trained between its
     calls they would be packed for each one.
     """
+    if torch.is_autocast_enabled("cpu"):  # nothing would read them
+        return
     pack_layers(_known, target, packable(target), _LEAST)
     known = _known.get(target)
     if known is not None and known.linear and isinstance(drafter, PreTrainedModel):
