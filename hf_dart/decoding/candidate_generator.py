@@ -152,7 +152,7 @@ class DartCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int | Tensor) -> None:
         """Count a finished round of stock's loop in the drafter's statistics."""
         if self._state is not None:
-            self.stats.count([int(num_matches) + 1], [1], [self._drafted])
+            self.stats.count([int(num_matches) + 1], [self._drafted])
         self._drafted = 0
 
 

@@ -147,6 +147,11 @@ class Rows:
             features = entries_of(features, path[:, :width])
         return Verified(features, self.recent(counts, width), torch.tensor(counts))
 
+    def without_pads(self, counts: list[int]) -> list[int]:
+        """Return how many of the last `counts[b]` tokens of each row do not fill it up after its end."""
+        ends = zip(counts, self.emitted, self._stopped_at, strict=True)
+        return [max(count + stop - now, 0) if stop and self.fills_up else count for count, now, stop in ends]
+
     def _reserve(self, column: int) -> int:
         """Make room for `column`, which is returned."""
         room = self._ids.shape[1]

@@ -253,7 +253,7 @@ class Session:
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
         nodes = [len(row) - row.count(-1) for row in tree.parents.tolist()]
-        self.stats.count(accepted.counts, budget.limits, nodes, budget.drafted)
+        self.stats.count(self.rows.without_pads(accepted.counts), nodes, budget.drafted)
         emitted = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
         self.pace.count(budget.drafted, emitted, budget.limits, tree.size, tree.max_depth, self.stats.processor_seconds)
         if self.stats.trace is not None:

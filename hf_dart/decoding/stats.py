@@ -131,22 +131,21 @@ class DraftStats:
             self.seconds[name] += wall
             self.processor_seconds[name] += processor
 
-    def count(self, emitted: list[int], limits: list[int], nodes: list[int], drafted: bool = True) -> None:
+    def count(self, emitted: list[int], nodes: list[int], drafted: bool = True) -> None:
         """Add one round to the counts: the tokens of each row, of which all but the last were drafted.
 
-        Rows with a limit of 0 took no part; `nodes` are those of each row's tree that were drafted.
+        Rows with none took no part; `nodes` are those of each row's tree that were drafted.
         """
         self.rounds += 1
         self.plain_rounds += not any(nodes)
         self.paused_rounds += not drafted
         self.committed.append(emitted)
-        for tokens, limit, count in zip(emitted, limits, nodes, strict=True):
-            if limit == 0:
-                continue
-            self.row_rounds += 1
-            self.tokens += tokens
-            self.drafted += count
-            self._accept([1] * (tokens - 1))
+        for tokens, count in zip(emitted, nodes, strict=True):
+            if tokens:
+                self.row_rounds += 1
+                self.tokens += tokens
+                self.drafted += count
+                self._accept([1] * (tokens - 1))
 
     def merge(self, other: DraftStats) -> None:
         """Add the counts and times of another call."""

@@ -126,7 +126,7 @@ def test_rounds_without_a_draft_are_those_that_were_not_drafted() -> None:
     """A drafted round may verify the root alone, and copies are verified without a draft."""
     stats = DraftStats()
     for nodes, drafted in ((0, True), (3, False), (7, True), (0, False), (3, False)):
-        stats.count([1], [8], [nodes], drafted)
+        stats.count([1], [nodes], drafted)
     assert stats.plain_rounds == 2
     assert "5, 3 of them without a draft" in stats._repr_html_()
 

@@ -24,7 +24,8 @@ from hf_dart.decoding.rows import Rows
     {},
     {"return_dict_in_generate": True, "output_scores": True},
     {"eos_token_id": [3, 11], "pad_token_id": 5},
-], ids=["", "in step", "padded"])  # fmt: skip
+    {"eos_token_id": [3, 11], "pad_token_id": 5, "return_dict_in_generate": True, "output_scores": True},
+], ids=["", "in step", "padded", "padded in step"])  # fmt: skip
 def test_ids_outgrow_their_room(
     target: Any, head: DartHead, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -35,6 +36,7 @@ def test_ids_outgrow_their_room(
     if "eos_token_id" in options:
         written = (stock.sequences[:, 7:] != 5).sum(1)
         assert written.min() < 20 < written.max(), "one row was to end early, and the other to outgrow its room"
+        assert head.last_stats.tokens == written.sum() - 2, "pads are none"
 
 
 def test_rows_that_have_ended_hold_nobody_back() -> None:
