@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ import torch
 from support.tiny import tiny_head, tiny_target
 from support.users import letters
 
-from hf_dart.bench import examining
+from hf_dart.bench import examining, profiling
+from hf_dart.bench.pair import load_pair
 from hf_dart.cli import main
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.models.tokenizers import template_hash
 
 ALPHABET = "".join(map(chr, range(97, 97 + 40)))
@@ -129,3 +133,19 @@ def test_what_slows_down_or_drafts_badly(
     assert "| threads | LOOK |" in page
     assert "| same text | ok | yes" in page
     assert torch.get_num_threads() == threads
+
+
+def test_drafts_that_pause_are_judged_by_what_they_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not by rounds without them, of which there are most where they are dear."""
+    pair = load_pair(str(PACKAGED_TARGET), str(PACKAGED_HEAD), "float32")
+    pair.head.tree_config = replace(pair.head.tree_config, draft_cost=9.0, lookup=0)
+    costs = SimpleNamespace(tree={"draft_cost": 9.0, "verify_costs": ((1, 1.0), (64, 2.0))})
+    monkeypatch.setattr(profiling, "measure", lambda *_, **__: costs)
+    monkeypatch.setattr(examining, "_PROMPTS", {"code": 1})
+    monkeypatch.setattr(examining, "_load", lambda: 99.0)
+    for promised, good in ((2.0, True), (9.0, False)):
+        checks: list[examining.Check] = []
+        monkeypatch.setattr(examining, "_promised", lambda head, promised=promised: promised)
+        examining._measure(pair, 16, checks)
+        (found,) = [one for one in checks if one["name"] == "acceptance length"]
+        assert found["good"] == good, found
