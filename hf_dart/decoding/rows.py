@@ -149,8 +149,7 @@ class Rows:
 
     def without_pads(self, counts: list[int]) -> list[int]:
         """Return how many of the last `counts[b]` tokens of each row do not fill it up after its end."""
-        ends = zip(counts, self.emitted, self._stopped_at, strict=True)
-        return [max(count + stop - now, 0) if stop and self.fills_up else count for count, now, stop in ends]
+        return [max(count - self.past_end(row), 0) for row, count in enumerate(counts)] if self.fills_up else counts
 
     def _reserve(self, column: int) -> int:
         """Make room for `column`, which is returned."""

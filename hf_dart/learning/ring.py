@@ -142,9 +142,7 @@ class Recorder(Observer):
             shape = (*seen.next_tokens.shape, min(BEST, drafter.config.vocab_size))
             best = seen.features.new_zeros(shape), seen.next_tokens.new_zeros(shape)
         rows = max(1, self._room // (SEGMENT * seen.features[0, 0].nbytes))
-        counts = seen.counts.tolist()[:rows]
-        if self._text.fills_up:  # with pads, which are no text
-            counts = [max(count - self._text.past_end(row), 0) for row, count in enumerate(counts)]
+        counts = self._text.without_pads(seen.counts.tolist()[:rows])
         if not self._rows:
             self._rows = [[] for _ in counts]
             self._prompt = counts if logits is None else [0] * len(counts)
