@@ -36,6 +36,7 @@ _WARN_AFTER = 2  # pauses with no drafts that paid between them
 _LEAD = 4.0  # a row that is ahead of the slowest one by 1 + (its tokens)**0.5 / _LEAD weighs less by a factor of e
 _KINDS = 64  # kinds of calls that are remembered
 
+_ASIDE = 0.03  # cost of a draft that its time leaves out: prompts are read for it, and random numbers drawn ahead
 _TIMED_DRAFTS = 9  # last drafts whose median time counts, a third of them at least
 _SPEED = 1 / 8  # weight of a round in the running mean of the machine's speed
 _TIMED = 1 / 16  # least weight of a round in the running mean of the cost of its size
@@ -287,7 +288,8 @@ class Pace:
 
     def _cost_of_drafting(self) -> float:
         """Cost of a draft and its nodes, above that of copies alone."""
-        return self._cost_of_looks() + max(self._record.added, 0.0)
+        aside = _ASIDE if "draft_cost" in self._timed else 0.0
+        return self._cost_of_looks() + max(self._record.added, 0.0) + aside
 
     def _expected(self, copies: Copies, deepest: int) -> float:
         """Tokens that a draft is expected to add to one row, whose tree is at most `deepest` deep."""
