@@ -184,6 +184,18 @@ def test_looking_for_copies_is_no_cost_of_drafts() -> None:
     assert pace._cost_of_looks() == pytest.approx(1 / 1.25)
 
 
+@pytest.mark.parametrize(("cost", "goes_on"), [(0.29, True), (0.31, False)])
+def test_drafts_that_hardly_pay_stop(cost: float, goes_on: bool) -> None:
+    """Prompts are read, and random numbers drawn, for them too: a third of a token has to pay for that as well."""
+    pace, spent = pace_of(TreeConfig(node_cost=0.0), timed=("draft_cost",)), dict.fromkeys(("draft", "verify"), 0.0)
+    for number in range(300):
+        drafted, _ = pace.choose([NOTHING], [1.0], [DEPTH])
+        spent["verify"] += 1.0
+        spent["draft"] += cost * drafted
+        pace.count(drafted, [[7] * (1 + (drafted and number % 3 == 0))], [9], 5, DEPTH, spent)
+    assert pace.may_draft(0) == goes_on
+
+
 def test_costs_of_drafts_are_known_before_a_trial_ends() -> None:
     """The first drafts of a process take longer than later ones."""
     pace, spent = pace_of(TreeConfig(), timed=("draft_cost", "node_cost")), dict.fromkeys(("draft", "verify"), 0.0)
