@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
-from timeit import repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,13 +93,6 @@ def test_drafts_hold_what_is_allowed(vocabulary: list[int] | None) -> None:
     draft = proposal()
     row.restrict(draft, 0)  # no copies were asked for here: one depth
     assert draft.logits[0].isfinite().sum(-1).tolist() == [1, *[VOCABULARY] * 4]
-
-
-def test_masks_take_no_search() -> None:
-    tokens = torch.arange(150_000)
-    draft, grammar = Proposal(torch.zeros(1, 1, len(tokens)), None), SimpleNamespace(allowed=lambda text: tokens[9:])
-    masked = repeat(lambda: RowGrammar(grammar, []).restrict(draft, 0), number=1, repeat=3)
-    assert min(masked) < min(repeat(lambda: torch.isin(tokens, tokens[9:]), number=1, repeat=3)) / 3
 
 
 def test_copies_that_are_not_allowed_are_left_out() -> None:
