@@ -19,7 +19,8 @@ _NOT_READ = {
     "xpress": "an XPress drafter, which refines whole blocks of DFlash's",  # arXiv 2608.02438
     "museglimmerassistant": "an assistant of Muse Glimmer, a DFlash drafter in a layout of its own",
     "dflashlaguna": "a DFlash drafter with layers of Laguna",
-    "peagledraftmodel": "a P-EAGLE head of SpecForge, whose config.json names no mask token",
+    # Speculators' class has that name, too; its files say what they are.
+    "['peagledraftmodel'] none": "a P-EAGLE head of SpecForge, whose config.json names no mask token",
     "gemma4dspark": "a DFlash or DSpark drafter with layers of Gemma 4",
     "gemma4eagle3": "an EAGLE-3 head with layers of Gemma 4",
     "eagle3deepseek": "an EAGLE-3 head with latent attention",

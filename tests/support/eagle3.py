@@ -132,7 +132,8 @@ PEAGLE: dict[str, tuple[Any, ...]] = {
     "peagle": (SPECULATORS, _PEAGLE),
     "peagle, 0.9's defaults": (
         SPECULATORS,
-        {**_PEAGLE, "norm_before_residual": True, "draft_vocab_size": 20, "model_type": "qwen3",
+        {**_PEAGLE, "architectures": ["PEagleDraftModel"], "norm_before_residual": True, "draft_vocab_size": 20,
+         "model_type": "qwen3",
          "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 6,
          "use_sliding_window": True},
         {"own_embeddings": True},
