@@ -66,7 +66,8 @@ class Reader:
         self._begin = partial(ResponseParser, {**template, "fields": fields}, tools=asked.functions)
         # A thought may begin at the prompt's end; what else that ends with is no part of the text.
         end = tokenizer.decode(prompt[-32:]).rstrip()
-        words = [str(one["open"]) for key, one in fields.items() if key not in _READ and "open" in one]
+        opens = (one["open"] for key, one in fields.items() if key not in _READ and "open" in one)
+        words = [word for given in opens for word in ([given] if isinstance(given, str) else given)]
         self._parser = self._begin(next((word for word in words if end.endswith(word.rstrip())), ""))
         self._items = response_events_to_chunks
 
@@ -80,7 +81,7 @@ class Reader:
         if self._parser is None:
             return text, ()
         shown, calls = "", list[Call]()
-        mark = "\0" if cut else ""  # after which a call goes on only if its own end has not come
+        mark = "\0" if cut and not self.full else ""  # after which a call goes on only if its own end has not come
         for part in [*text, *mark, ""] if last else text:  # character by character, and the end
             if self.full:
                 break
