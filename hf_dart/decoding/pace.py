@@ -382,7 +382,7 @@ class Pace:
     def _correct(self) -> None:
         """Correct the costs of trees by the rounds that were measured."""
         record = self._record
-        if self._measured and not self._seconds:  # by the first round alone, that round would count for many
+        if self._measured and not self._seconds:  # by the first round alone, it would count for many
             cost = self.cost(drafted=False)
             self._seconds = median(verify / cost.of(nodes, levels) for nodes, levels, verify in self._measured)
         for nodes, levels, verify in self._measured:
