@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -59,9 +58,7 @@ def measure(
     if has_level := levels and longest > 1:
         trees |= {_CHAIN: TreeConfig.chain(longest), _BUSHY: replace(flat, nodes=longest + 1)}
 
-    endless = copy.deepcopy(pair.model.generation_config)
-    endless.do_sample, endless.eos_token_id = False, None
-    mode = {"generation_config": endless, "do_sample": False, "tokenizer": pair.tokenizer}
+    mode = {"do_sample": False, "eos_token_id": None, "stop_strings": None}  # over the target's own: no text ends early
     settings = speed.Settings(1, context, rounds + 1, repeats, batches=(1,))
     methods = {name: {"assistant": head, "tree_config": tree} for name, tree in trees.items()}
     measured = speed.measure(pair, [prompt], settings, methods, {"greedy": mode}, quiet)
