@@ -36,7 +36,6 @@ _WARN_AFTER = 2  # pauses with no drafts that paid between them
 _LEAD = 4.0  # a row that is ahead of the slowest one by 1 + (its tokens)**0.5 / _LEAD weighs less by a factor of e
 _KINDS = 64  # kinds of calls that are remembered
 
-_ASIDE = 0.03  # cost of a draft that its time leaves out: prompts are read for it, and random numbers drawn ahead
 _TIMED_DRAFTS = 9  # last drafts whose median time counts, a third of them at least
 _SPEED = 1 / 8  # weight of a round in the running mean of the machine's speed
 _TIMED = 1 / 16  # least weight of a round in the running mean of the cost of its size
@@ -65,8 +64,7 @@ def row_weights(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
 class PaceRecord:
     """Measurements of the rounds of one kind of calls; costs are relative, as those of `RoundCost`.
 
-    A new kind begins with what the latest one whose rounds cost the same has measured: if drafts have never paid there,
-    as after a pause.
+    A new kind begins with what the latest one whose rounds cost the same has measured.
     """
 
     chances: Array  # [d] of a draft to be right at each depth, if the tree was right above and copies alone are not
@@ -145,8 +143,7 @@ class Pace:
         self._record = record = copy.deepcopy(own or next(alike, new))
         if own is None:
             kept = {name: getattr(record, name) for name in ("beyond_copies", "looked", "draft_costs")}
-            pauses = 0 if record.paid else min(record.pauses, 1)
-            self._record = PaceRecord(none, none, record.correction, record.timed, pauses=pauses, **kept)
+            self._record = PaceRecord(none, none, record.correction, record.timed, **kept)
             self._try(record.chances)
         elif record.paid:
             record.counts = np.minimum(record.counts, _NEW_TEXT * batch)
@@ -288,8 +285,7 @@ class Pace:
 
     def _cost_of_drafting(self) -> float:
         """Cost of a draft and its nodes, above that of copies alone."""
-        aside = _ASIDE if "draft_cost" in self._timed else 0.0
-        return self._cost_of_looks() + max(self._record.added, 0.0) + aside
+        return self._cost_of_looks() + max(self._record.added, 0.0)
 
     def _expected(self, copies: Copies, deepest: int) -> float:
         """Tokens that a draft is expected to add to one row, whose tree is at most `deepest` deep."""

@@ -184,18 +184,6 @@ def test_looking_for_copies_is_no_cost_of_drafts() -> None:
     assert pace._cost_of_looks() == pytest.approx(1 / 1.25)
 
 
-@pytest.mark.parametrize(("cost", "goes_on"), [(0.29, True), (0.31, False)])
-def test_drafts_that_hardly_pay_stop(cost: float, goes_on: bool) -> None:
-    """Prompts are read, and random numbers drawn, for them too: a third of a token has to pay for that as well."""
-    pace, spent = pace_of(TreeConfig(node_cost=0.0), timed=("draft_cost",)), dict.fromkeys(("draft", "verify"), 0.0)
-    for number in range(300):
-        drafted, _ = pace.choose([NOTHING], [1.0], [DEPTH])
-        spent["verify"] += 1.0
-        spent["draft"] += cost * drafted
-        pace.count(drafted, [[7] * (1 + (drafted and number % 3 == 0))], [9], 5, DEPTH, spent)
-    assert pace.may_draft(0) == goes_on
-
-
 def test_costs_of_drafts_are_known_before_a_trial_ends() -> None:
     """The first drafts of a process take longer than later ones."""
     pace, spent = pace_of(TreeConfig(), timed=("draft_cost", "node_cost")), dict.fromkeys(("draft", "verify"), 0.0)
@@ -347,24 +335,6 @@ def test_a_call_goes_on_where_the_last_of_its_kind_ended(cost: float) -> None:
     for other in range(200):
         pace_of(config, records=records, kind=(other,)).finish(drafter)
     assert len(records) < 100
-
-
-@pytest.mark.parametrize(
-    ("brings", "next_kind"),
-    [([1], [(True, 1), (False, 256)]), ([4], [(True, 10), (False, 64)]), ([4, 1], [(True, 1), (False, 64)])],
-)
-def test_kinds_of_calls_begin_by_what_drafts_have_brought_in_others(
-    brings: list[int], next_kind: list[tuple[bool, int]]
-) -> None:
-    """After one in which they have never paid, the first pause is as long as a second one."""
-    config, records = TreeConfig(draft_cost=0.3, node_cost=0.0), dict[Any, PaceRecord]()
-    pace = pace_of(config, records=records, kind=("costs", "chat"))
-    for tokens in brings:
-        rounds(pace, 200, [tokens], nodes=6)
-    pace.finish(LookupDrafter())
-    assert runs(rounds(pace_of(config, records=records, kind=("costs", "code")), 300, [1], nodes=6))[:2] == next_kind
-    other = rounds(pace_of(config, records=records, kind=("other costs", "code")), 300, [1], nodes=6)
-    assert runs(other)[:2] == [(True, 11), (False, 64)]
 
 
 @pytest.mark.parametrize(
