@@ -170,7 +170,7 @@ def _measure(pair: Pair, new_tokens: int, checks: list[Check]) -> list[dict[str,
         nodes = 2 + stats.drafted // max(stats.rounds - stats.plain_rounds, 1)
         free = {OURS: {"assistant": pair.head, "tree_config": replace(pair.head.tree_config, nodes=nodes, lookup=0)}}
         tau = speed.measure(pair, prompts, settings, free, greedy)[-1].stats.tau
-        told += f"; {stats.tau:.2f} with the rounds that were not drafted, most of all"
+        told += f"; {stats.tau:.2f} in all rounds, of which most were not drafted"
     remedy = "look at template, thinking and language, or adapt the head (docs/lora.md)"
     good = promised is None or tau >= _KEPT * promised
     checks.append(_check("acceptance length", good, f"{tau:.2f} on {len(prompts)} greedy prompts; {told}", remedy))

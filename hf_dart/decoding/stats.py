@@ -97,7 +97,7 @@ class DraftStats:
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     processor_seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0), repr=False)
     trace: Trace | None = None
-    _phases: tuple[float, float] = field(default=(0.0, 0.0), repr=False)  # wall and processor time in all phases so far
+    _phases: tuple[float, float] = field(default=(0.0, 0.0), init=False, repr=False)  # wall and processor time in all
 
     @property
     def _counts(self) -> dict[str, int]:
