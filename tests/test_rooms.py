@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rooms import ROOT, circles, hidden, imports, modules
+from rooms import LATER, ROOT, circles, earlier, hidden, imports, modules
 
 FILES = {
     "__init__.py": "",
@@ -56,3 +56,10 @@ def test_no_test_file_imports_another() -> None:
     assert len(files) > 100
     importing = re.compile(r"^\s*(from|import) ([\w.]+\.)?test_", re.MULTILINE)
     assert [str(path) for path in files if importing.search(path.read_text())] == []
+
+
+def test_what_came_later_is_there() -> None:
+    assert [one for one in LATER if not (ROOT / one).exists()] == []
+    files = earlier(ROOT / "hf_dart")
+    assert ROOT / "hf_dart" / "decoding" / "walk.py" in files
+    assert not any("serve" in path.parts or path.stem == "grammars" for path in files)

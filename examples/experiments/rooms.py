@@ -1,16 +1,32 @@
 """Measures how the library's files hang together, and how large it is: `python examples/experiments/rooms.py`.
 
 Every import counts, also those inside functions and under `TYPE_CHECKING`. `lint-imports` checks the order of rooms.
+Lines and the suite are told with and without what was built on top of `generate` later (`LATER`):
+
+    pytest -n auto --dist loadfile $(python examples/experiments/rooms.py --ignore)    without the tests of that
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+# A server, learning from what is written, a store across calls, grammars, drafters and files published since, packed
+# weights, and checks of a machine; and what tests them, and drafts of long texts.
+LATER = [
+    *("hf_dart/serve", "hf_dart/learning", "hf_dart/decoding/suffix_store.py", "hf_dart/decoding/grammars.py"),
+    *("hf_dart/drafters/gemma4", "hf_dart/interop/gemma4.py", "hf_dart/interop/mtp_module.py"),
+    *("hf_dart/models/packed_weights.py", "hf_dart/bench/examining.py", "hf_dart/bench/serving.py"),
+    *("hf_dart/cli/doctor.py", "hf_dart/cli/info.py", "hf_dart/cli/demo_learning.py", "hf_dart/hub/known_drafters.py"),
+    *("tests/serve", "tests/learning", "tests/tools", "tests/real", "tests/typed", "tests/cli/test_serve.py"),
+    *("tests/decoding/test_grammars.py", "tests/decoding/test_suffix_store.py", "tests/drafters/test_gemma4.py"),
+    *("tests/bench/test_examining.py", "tests/bench/test_serving.py", "tests/models/test_packed_weights.py"),
+    *("tests/drafters/test_draft_window.py", "tests/exact/test_draft_windows.py"),
+    *("tests/hub/test_known_drafters.py", "tests/support/serving.py"),
+]
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -84,6 +100,12 @@ def lines_of(paths: Iterable[Path]) -> int:
     return sum(len(path.read_text(encoding="utf8").splitlines()) for path in paths)
 
 
+def earlier(folder: Path) -> list[Path]:
+    """Files of a folder, without those of `LATER`."""
+    later = [ROOT / one for one in LATER]
+    return [path for path in folder.rglob("*.py") if not any(path.is_relative_to(one) for one in later)]
+
+
 def by_folder(package: Path) -> str:
     """Lines of each folder of a package, the largest first."""
     folders = {path.name: lines_of(path.rglob("*.py")) for path in package.iterdir() if path.is_dir()}
@@ -114,9 +136,17 @@ def main(package: Path) -> int:
 
         tests = ROOT / "tests"
         print(f"lines of tests: {lines_of(tests.rglob('*.py'))} ({by_folder(tests)})")
+        print(f"without what came later: {lines_of(earlier(package))}, tests: {lines_of(earlier(tests))}")
         print(f"own bases of DartHead: {', '.join(own_bases(DartHead))}")
     return bool(found)
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else ROOT / "hf_dart"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package", nargs="?", type=Path, default=ROOT / "hf_dart", help="folder (default: hf_dart)")
+    parser.add_argument("--ignore", action="store_true", help="print pytest's options that leave out later tests")
+    arguments = parser.parse_args()
+    if arguments.ignore:
+        print(*(f"--ignore={one}" for one in LATER if one.startswith("tests/")))
+    else:
+        raise SystemExit(main(arguments.package))
