@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ def _run(arguments: argparse.Namespace) -> int:
     found = profiling.measure(pair, quiet=False)
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
     print(f"one token of stock generate: {found.token_ms:.2f} ms")
-    print(f"one round without a draft: {found.plain_ms:.2f} ms; costs relative to it:")
+    print(f"one round without a draft: {found.plain_ms:.2f} ms")
     sizes, costs = zip(*found.tree["verify_costs"], strict=True)
-    cells = ["cost", *(f"{cost:.2f}" for cost in costs)]
-    common.show("\n".join(markdown(["nodes", *(f"{size:g}" for size in sizes)], [cells])))
+    units = {"a round without a draft": 1.0, "a token of stock": found.plain_ms / (found.token_ms or math.inf)}
+    rows = [[f"cost, of {name}", *(f"{cost * unit:.2f}" for cost in costs)] for name, unit in units.items()]
+    common.show("\n".join(markdown(["nodes", *(f"{size:g}" for size in sizes)], rows)))
     print(f"a draft: {found.tree['draft_cost']:.2f}")
     if "level_cost" in found.tree:
         print(f"each level, in addition: {found.tree['level_cost']:.2f}")
