@@ -36,7 +36,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     EagleDrafter.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "eagle")
     DartHead.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "mine")
     words = ["--suite", "code", f"spec-bench={story}", "--rivals", "lookup,chain,tree,copies"]
-    words += ["--modes", "greedy,sampled", "--no-thinking", "--new-tokens", "6"]
+    words += ["--modes", "greedy,sampled", "--no-thinking", "--new-tokens", "4"]
     words += ["--assistant-model", str(PACKAGED_TARGET), "--drafter", str(folder / "eagle")]
     words += ["--drafter", str(folder / "mine"), "--json", str(folder / "bench.json")]
     assert main(["bench", "--smoke", *words]) == 0

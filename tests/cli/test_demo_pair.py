@@ -19,7 +19,7 @@ from hf_dart.bench import suites
 from hf_dart.hub.loading import PACKAGED_TARGET
 
 SMALL, DEEP = PACKAGED_TARGET.parent, Path(__file__).parents[2] / "examples" / "deep_pair"
-NEW_TOKENS = 32
+NEW_TOKENS = 24
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "T=1": {"do_sample": True, "top_k": 0},

@@ -32,7 +32,7 @@ from hf_dart import TreeConfig, attach
 from hf_dart.decoding import feed
 from hf_dart.models.stock_steps import CACHE
 
-TOKENS = 20
+TOKENS = 16
 NEW = {"max_new_tokens": TOKENS}
 TOLD = {"return_dict_in_generate": True}
 

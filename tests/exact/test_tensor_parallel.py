@@ -24,7 +24,7 @@ from hf_dart import DartHead
 
 PAIR = Path(hf_dart.__file__).parent / "demo_pair"
 TEXTS = ["import argparse\nimport sys\n\n\ndef parse_", "class TestRows:\n    def test_empty(self):\n", "def load("]
-SAMPLED = {"do_sample": True, "max_new_tokens": 24}
+SAMPLED = {"do_sample": True, "max_new_tokens": 16}
 PATIENCE = 5.0
 """Seconds that a process waits for the other one in the end."""
 
@@ -47,7 +47,7 @@ def main() -> None:
         target.lm_head.register_forward_pre_hook(lambda *_: time.sleep(0.002))
     tokenizer = AutoTokenizer.from_pretrained(PAIR / "model", padding_side="left")
     one, three = (dict(tokenizer(texts, return_tensors="pt", padding=True)) for texts in (TEXTS[:1], TEXTS))
-    exact(target, head, one, do_sample=False, max_new_tokens=32)
+    exact(target, head, one, do_sample=False, max_new_tokens=20)
     exact(target, head, one, **SAMPLED)
     exact(target, head, three, **SAMPLED, top_p=0.9, repetition_penalty=1.1)
     different_calls_are_refused(target, head, one, first)
