@@ -30,22 +30,14 @@ MODES: dict[str, dict[str, Any]] = {
 stock_loop: Any = DartCandidateGenerator.stock_loop
 
 
-def padded(pads: int) -> dict[str, Tensor]:
-    """One row after padding; it begins inside the sliding window."""
-    inputs = prompts([WINDOW - 2])
-    return {
-        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (pads, 0), value=PAD),
-        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (pads, 0)),
-    }
-
-
 @pytest.mark.parametrize(
     ("family", "attention", "pads"),
     [*((family, "sdpa", 3 * (index % 2)) for index, family in enumerate(FAMILIES)), ("bloom", "eager", 0)],
 )
 def test_greedy_is_stocks(family: str, attention: str, pads: int) -> None:
     model = tiny_target(family, attention)
-    inputs = padded(pads)
+    # One row after padding; it begins inside the sliding window.
+    inputs = {name: torch.nn.functional.pad(value, (pads, 0)) for name, value in prompts([WINDOW - 2]).items()}
     for mode in MODES.values():
         told = {"return_dict_in_generate": True, "output_scores": True}
         options = {**mode, "do_sample": False, "max_new_tokens": 24, **told}

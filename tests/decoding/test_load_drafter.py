@@ -76,8 +76,3 @@ def test_why_the_first_one_is_not_used(
 def test_the_packaged_one_by_the_name_that_commands_take() -> None:
     target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype="float32")
     assert load_drafter(PACKAGED, target=target).name_or_path == str(PACKAGED_HEAD)
-
-
-def test_whose() -> None:
-    with pytest.raises(ValueError, match=r"^load_drafter\('auto'\) needs the target"):
-        load_drafter("auto")

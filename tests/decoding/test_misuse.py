@@ -70,6 +70,7 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda model, head, run: LanguageModelDrafter("small", model),
         "'small' is no model of transformers; load one with AutoModelForCausalLM",
     ),
+    "auto, for no target": (lambda *_: load_drafter("auto"), r"^load_drafter\('auto'\) needs the target"),
     "no target": (lambda model, head, run: attach(None, head), "None is no model of transformers; load one"),
     "no target to detach": (lambda *_: detach(None), "None is no model of transformers"),
     "swapped": (

@@ -38,6 +38,14 @@ def stocks(target: Any, request: Request, seed: int, **more: Any) -> Any:
     return type(target).generate(target, **inputs, **options, **more)
 
 
+def assert_stocks(target: Any, seats: Seats, sessions: list[Session], requests: list[Request]) -> None:
+    """Run all calls to their ends, of which none fails: each of these has written what stock writes alone."""
+    while seats.taken:
+        assert all(failure is None for _, failure in seats.round())
+    for session, request in zip(sessions, requests, strict=True):
+        assert torch.equal(close_call(session), stocks(target, request, 0))
+
+
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 40}
 
 
@@ -72,10 +80,7 @@ def test_a_call_that_does_not_fit(target: Any, head: DartHead, where: str, monke
         seats.take(session)
     with pytest.raises(RuntimeError, match="out of memory"):
         seats.take(sessions[2])
-    while seats.taken:
-        assert all(failure is None for _, failure in seats.round())
-    for session in sessions[:2]:
-        assert torch.equal(close_call(session), stocks(target, request, 0))
+    assert_stocks(target, seats, sessions[:2], [request] * 2)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -101,9 +106,7 @@ def test_generators_and_caches_that_are_handed_back(family: str, first: bool) ->
     inputs = next_turn_of(request[0], text)
     drafts = [first_draft(target, head, inputs, one) for one in (cache, DynamicCache(config=target.config))]
     torch.testing.assert_close(*drafts, rtol=1e-5, atol=1e-5)  # the drafter's state is the call's own, too
-    while seats.taken:
-        seats.round()
-    assert torch.equal(close_call(beside), stocks(target, other, 0)), "a call that goes takes nothing of another one"
+    assert_stocks(target, seats, [beside], [other])  # a call that goes takes nothing of another one
 
 
 @pytest.mark.parametrize("shape", [TreeConfig(draft_cost=9.0, node_cost=1e-4), TreeConfig(nodes=1)])
@@ -133,10 +136,7 @@ def test_room_of_a_long_call_that_has_left(target: Any, head: DartHead) -> None:
     of_their_own = [store for seat in seats.taken for store in (seat.own[1].entries.store, seat.own[3].store)]
     assert not any(store.capacity for store in of_their_own)
     assert max(own.store.capacity for own in (seats._verify.cache.entries, seats._state)) < 600
-    while seats.taken:
-        assert all(failure is None for _, failure in seats.round())
-    for session, request in zip(sessions, requests, strict=True):
-        assert torch.equal(close_call(session), stocks(target, request, 0))
+    assert_stocks(target, seats, sessions, requests)
 
 
 def test_calls_that_no_seat_takes(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +172,7 @@ def test_texts_of_other_rotary_frequencies_share_no_forward() -> None:
         seats.take(opened(target, assistant=head, **prompts([25]), do_sample=False, max_length=40))
     session = opened(target, assistant=head, **short[0], **short[1])
     seats.take(session)
-    while seats.taken:
-        seats.round()
-    assert torch.equal(close_call(session), stocks(target, short, 0))
+    assert_stocks(target, seats, [session], [short])
 
 
 @pytest.mark.parametrize("calls", [1, 2])
@@ -300,10 +298,7 @@ def test_a_text_longer_than_a_drafters_positions() -> None:
     for length in (5, 22):
         sessions.append(opened(target, assistant=drafter, **prompts([length]), **GREEDY))
         seats.take(sessions[-1])
-    while seats.taken:
-        assert all(failure is None for _, failure in seats.round())
-    for length, session in zip((5, 22), sessions, strict=True):
-        assert torch.equal(close_call(session), stocks(target, (prompts([length]), GREEDY), 0))
+    assert_stocks(target, seats, sessions, [(prompts([length]), GREEDY) for length in (5, 22)])
 
 
 def test_a_text_that_ends_near_the_end_of_the_targets_positions() -> None:
@@ -316,10 +311,7 @@ def test_a_text_that_ends_near_the_end_of_the_targets_positions() -> None:
     sessions = [opened(target, assistant=head, **inputs, **options) for inputs, _ in requests]
     for session in sessions:
         seats.take(session)
-    while seats.taken:
-        assert all(failure is None for _, failure in seats.round())
-    for session, request in zip(sessions, requests, strict=True):
-        assert torch.equal(close_call(session), stocks(target, request, 0))
+    assert_stocks(target, seats, sessions, requests)
 
 
 def test_one_pace_for_all(noted: Any) -> None:

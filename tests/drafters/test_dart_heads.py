@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import tiny_training
 from support.cases import GREEDY, MODES
 from support.compare import assert_identical, run, tally
 from support.heads import histories, in_one_pass
@@ -80,28 +79,6 @@ def test_the_output_is_stocks(target: Any, option: str, size: int) -> None:
     inputs = prompts([9, 3, 7, 13][:size])
     for mode in ("greedy", "top-p, penalty") if size == 1 else ("T=1", "several EOS"):
         assert_identical(target, head, inputs, **MODES[mode], max_new_tokens=20, into=EXACT)
-
-
-# ---- training ---------------------------------------------------------------------------------------------
-
-TRAINED: dict[str, dict[str, Any]] = {
-    "bidirectional": {"num_layers": 2, "block_attention": "bidirectional"},
-    "peagle": {"mask_mode": "peagle", "mask_token_id": 60},
-    "some tokens": {"draft_vocabulary": list(range(0, 61, 2))},
-}
-
-
-@pytest.mark.parametrize("option", TRAINED)
-def test_the_trainer_reaches_every_weight(option: str, tmp_path: Path) -> None:
-    target = tiny_training.tiny_target()
-    head = tiny_training.tiny_head(target, **TRAINED[option])
-    before = {name: value.clone() for name, value in head.named_parameters()}
-    rows = tiny_training.token_rows(tiny_training.LENGTHS * 4)
-    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows, max_steps=20, logging_steps=4, bf16=True)
-    trainer.train()
-    logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    assert logs[-1] < 0.9 * logs[0]
-    assert all(not torch.equal(value, before[name]) for name, value in head.named_parameters())
 
 
 # ---- draft vocabularies -----------------------------------------------------------------------------------

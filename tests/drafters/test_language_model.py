@@ -17,6 +17,7 @@ from support.tiny import VOCABULARY, WINDOW, nearly, prompts, tiny_target
 from support.turns import two_turns
 from support.users import letters
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
 
 from hf_dart import LanguageModelDrafter, TreeConfig, attach, load_drafter
@@ -24,17 +25,13 @@ from hf_dart.drafters import base
 from hf_dart.drafters.beams import BeamProposal
 
 EXACT = tally("float64, language models as drafters", least=1.3)
+padded = partial(pad_sequence, batch_first=True)
 
 
 @pytest.fixture(scope="module")
 def llama() -> tuple[Any, LanguageModelDrafter]:
     target = tiny_target("llama")
     return target, LanguageModelDrafter(nearly(target), target)
-
-
-def said(model: Any, text: Tensor) -> Tensor:
-    """Log-probabilities [V] of what follows a text [T]."""
-    return model(text[None], use_cache=False).logits[0, -1].float().log_softmax(-1)
 
 
 @torch.no_grad()
@@ -67,15 +64,10 @@ def test_a_branch_is_what_the_model_says(family: str, config: dict[str, int]) ->
     for row, text in enumerate(texts):
 
         def after(path: list[int], text: Tensor = text) -> Tensor:
-            return said(drafter.model, torch.cat([text, torch.tensor(path, dtype=torch.long)]))
+            whole = torch.cat([text, torch.tensor(path, dtype=torch.long)])
+            return drafter.model(whole[None], use_cache=False).logits[0, -1].float().log_softmax(-1)
 
         assert_beam(proposal, row, after)
-
-
-def padded(rows: list[Tensor]) -> Tensor:
-    """Rows of different lengths with their last token repeated, as the loop pads them."""
-    longest = max(map(len, rows))
-    return torch.stack([torch.cat([row, row.new_zeros(longest - len(row))]) for row in rows])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import HfApi, constants
-from support.hub import Hub, log_in
+from support.hub import Hub
 from support.tiny import tiny_head
 
 from hf_dart import DartHead, DiffusionDrafter
@@ -70,7 +70,7 @@ def test_what_a_private_repository_says(
     head.push_to_hub("alice/head", private=True)
     assert alice.repositories["alice/head"].private
     DartHead.from_pretrained("alice/head", target=target)
-    log_in(monkeypatch, None)
+    monkeypatch.delenv("HF_TOKEN")
     for repository in ("alice/head", "alice/nothing"):
         with pytest.raises(OSError, match=rf"no repository '{repository}' without a token; .*hf auth login"):
             DartHead.from_pretrained(repository, target=target, force_download=True)

@@ -15,7 +15,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig
 from support import tiny_training as training
 from support.heads import drafts, shaken
-from support.hub import Hub, card_of, log_in
+from support.hub import Hub, card_of
 from support.sentences import assert_command_says, refused
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
 
@@ -71,10 +71,10 @@ def test_up_and_back_by_name(name: str, alice: Hub, target: Any) -> None:
 
 def test_nobody_pushes_what_is_not_theirs(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     head.push_to_hub("alice/head")
-    log_in(monkeypatch, "hf_bob")
+    monkeypatch.setenv("HF_TOKEN", "hf_bob")
     with pytest.raises(OSError, match=r"refused 'alice/head' with 403 .*take a token that may write there"):
         head.push_to_hub("alice/head")
-    log_in(monkeypatch, None)
+    monkeypatch.delenv("HF_TOKEN")
     refused(lambda: head.push_to_hub("alice/new"), OSError, r"refused 'alice/new' with 401 .*hf auth login")
     assert len(alice.repositories["alice/head"].commits) == 2
 

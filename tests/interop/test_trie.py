@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from support.attacks import damaged, seeds, survives
 from support.memory import traced_peak
-from support.ngrams import by_hand, unpacked
+from support.ngrams import by_hand, file_of, node, reduced, searched, trie_file, unpacked
 from support.sentences import refused
-from support.tries import file_of, node, reduced, searched, trie_file
 from support.users import letters
 
 from hf_dart import NgramTable

@@ -17,10 +17,9 @@ from safetensors.torch import load_file
 from support.eagle3 import forward
 from support.guests import dflash_checkpoint
 from support.heads import draft_after, features_of, peagle_head, shaken
-from support.ngrams import by_hand, unpacked
+from support.ngrams import by_hand, trie_file, unpacked
 from support.sentences import not_read
 from support.tiny import prompts, tiny_target
-from support.tries import trie_file
 from support.users import letters
 from torch import Tensor
 from transformers import AutoModelForCausalLM

@@ -19,7 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.compare import assert_identical, run, same
-from support.sentences import one_sentence
+from support.sentences import refused
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.tiny_training import changed, copies
 
@@ -547,9 +547,7 @@ def test_heads_and_options_that_are_refused(target: Any, head: DartHead, tmp_pat
         (head, lambda: Learner(memory=100), "memory"),
     ]
     for drafter, make, about in cases:
-        with pytest.raises((ValueError, TypeError), match=about) as refused:
-            attach(target, drafter, learner=make())
-        one_sentence(refused)
+        refused(lambda one=drafter, make=make: attach(target, one, learner=make()), (ValueError, TypeError), about)
         assert drafter is None or drafter.observers == ()
     with pytest.raises(TypeError, match="memory"):
         attach(target, head, learner=Learner(), memory=3)

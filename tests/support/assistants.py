@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import GenerationConfig
 from transformers.generation.candidate_generator import SinglePositionMultiTokenCandidateGenerator
 
 from hf_dart import load_drafter
+from support.checkpoints import changed, save
 
 VOCABULARY, WINDOW = 12, 8
 _KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -58,15 +57,8 @@ def stock_assistant(family: str = "Gemma4", ordered: bool = False, **more: Any) 
 
 def assistant_checkpoint(folder: Path, assistant: Any, **changes: Any) -> str:
     """Write the files of an assistant; `text_config__x` is the field x of its text config."""
-    folder.mkdir(parents=True, exist_ok=True)
-    config = assistant.config.to_dict() | {"dtype": "float64"}
-    for name, value in changes.items():
-        part, _, field = name.rpartition("__")
-        (config[part] if part else config)[field] = value
-    (folder / "config.json").write_text(json.dumps(config))
     state = {name: value for name, value in assistant.state_dict().items() if name != "lm_head.weight"}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return str(folder)
+    return save(folder, changed(assistant.config.to_dict() | {"dtype": "float64"}, changes), state)
 
 
 def gemma4_drafter(folder: Path, target: Any, assistant: Any = None) -> Any:

@@ -340,15 +340,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
 @pytest.fixture
 def alice(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> Hub:
     """A Hub where alice is logged in."""
-    log_in(monkeypatch, "hf_alice")
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
     return hub
-
-
-def log_in(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
-    if token is None:
-        monkeypatch.delenv("HF_TOKEN")
-    else:
-        monkeypatch.setenv("HF_TOKEN", token)
 
 
 def card_of(hub: Hub, repository: str = "alice/head", revision: str = "main") -> str:

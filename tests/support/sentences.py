@@ -12,18 +12,13 @@ import torch
 from hf_dart.cli import main
 
 
-def one_sentence(error: pytest.ExceptionInfo[BaseException]) -> str:
-    message = str(error.value).strip()
-    assert "\n" not in message, message
-    assert message.endswith("."), message
-    return message
-
-
 def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...], words: str) -> None:
     state = torch.get_rng_state()
     with pytest.raises(kind, match=words) as error:
         call()
-    one_sentence(error)
+    message = str(error.value).strip()
+    assert "\n" not in message, message
+    assert message.endswith("."), message
     assert torch.equal(torch.get_rng_state(), state), "a refused call drew noise"
 
 
@@ -39,6 +34,4 @@ def assert_command_says(words: list[str], says: str, shown: pytest.CaptureFixtur
 
 def not_read(read: Callable[[], Any], words: str) -> None:
     """Reading files fails with one sentence that has these words."""
-    with pytest.raises((ValueError, OSError), match=re.escape(words)) as error:
-        read()
-    one_sentence(error)
+    refused(read, (ValueError, OSError), re.escape(words))

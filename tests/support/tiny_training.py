@@ -73,15 +73,10 @@ def changed(module: Any, before: dict[str, Tensor]) -> set[str]:
     return {name for name, value in module.state_dict().items() if not torch.equal(value, before[name])}
 
 
-def documents_of(*rows: list[int]) -> Tensor:
-    """[B, T] from the lengths of each row's documents; a negative length is padding."""
-    return torch.tensor([[i if n > 0 else -1 for i, n in enumerate(row) for _ in range(abs(n))] for row in rows])
-
-
 def token_rows(lengths: list[list[int]]) -> list[dict[str, Tensor]]:
-    documents = documents_of(*lengths)
-    ids = torch.randint(2, VOCABULARY, documents.shape, generator=torch.Generator().manual_seed(0))
-    return [{"input_ids": i, "documents": d} for i, d in zip(ids, documents, strict=True)]
+    numbers = torch.tensor([[i if n > 0 else -1 for i, n in enumerate(row) for _ in range(abs(n))] for row in lengths])
+    ids = torch.randint(2, VOCABULARY, numbers.shape, generator=torch.Generator().manual_seed(0))
+    return [{"input_ids": i, "documents": d} for i, d in zip(ids, numbers, strict=True)]
 
 
 ROWS = token_rows(LENGTHS)

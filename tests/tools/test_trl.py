@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.sentences import one_sentence
+from support.sentences import refused
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from support.users import letters
 
@@ -99,7 +100,5 @@ def test_trainers_whose_rollouts_cannot_be_drafted(tmp_path: Path) -> None:
     ]
     trainer.use_vllm = True
     for one, kind, about in cases:
-        with pytest.raises(kind, match=about) as refused:
-            DrafterCallback(one, head)
-        one_sentence(refused)
+        refused(partial(DrafterCallback, one, head), kind, about)
     assert head.observers == ()

@@ -105,8 +105,7 @@ def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None
         trainer.train(resume_from_checkpoint=checkpoint)
         assert trainer.state.global_step == 11
         weights.append(trainer.drafter.state_dict())
-    for name, value in weights[0].items():
-        torch.testing.assert_close(value, weights[1][name])
+    torch.testing.assert_close(*weights)
 
 
 def copied(target: Any, lora: LoraArguments = LoraArguments(lora_rank=2), **config: Any) -> DartHead:  # noqa: B008

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "selector": {"selector_only": True, "selector_noise": 0.0},  # processes draw noise of their own
 }
 REFUSED: dict[str, dict[str, Any]] = {"muon": {"muon_learning_rate": 1e-2}, "own_embeddings": {}}  # by FSDP
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
 def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
@@ -49,11 +51,6 @@ def trained(processes: int, kind: str, part: str, run: Path) -> dict[str, Any]:
     figures = {name: torch.tensor(value) for log in logs for name, value in log.items() if "tau" in name}
     assert "eval_tau_decoded" in figures
     return {**load_file(run / "checkpoint-2" / "model.safetensors"), **figures}
-
-
-def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], rtol=0, atol=1e-12)
 
 
 @pytest.mark.matrix
