@@ -7,13 +7,10 @@ import json
 import sys
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli import common
-
-if TYPE_CHECKING:
-    from hf_dart.bench.exact import Run
 
 _FILE = Path(__file__).parents[1] / "bench" / "prompts" / "demo.jsonl"
 PROMPTS = tuple(json.loads(line)["prompt"] for line in _FILE.read_text(encoding="utf8").splitlines())
@@ -75,11 +72,10 @@ def demo(pair: Pair, *, new_tokens: int, color: bool, prompts: tuple[str, ...] =
     return verdict.identical
 
 
-def _pieces(tokenizer: Any, run: Run) -> list[tuple[str, bool]]:
+def _pieces(tokenizer: Any, run: Any) -> list[tuple[str, bool]]:
     """Return the text of a drafted run of one row in pieces, and whether each was drafted."""
     from hf_dart.bench.page import origins
 
-    assert run.stats is not None
     (tokens,) = run.texts
     owners = origins(len(tokens), [row[0] for row in run.stats.committed])
     runs = groupby(zip(tokens, owners, strict=True), key=lambda token: token[1][1])

@@ -6,14 +6,11 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hf_dart.cli.common import given, positive, say, sizes, text_option
 from hf_dart.errors import UserError, as_user_error, read_text
 from hf_dart.hub.loading import load_tokenizer
-
-if TYPE_CHECKING:
-    from hf_dart.trees.ngram.table import NgramTable
 
 
 def add(commands: Any) -> None:
@@ -89,7 +86,7 @@ def _info(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _describe(table: NgramTable) -> None:
+def _describe(table: Any) -> None:
     spec, sizes = table.spec, table.sizes
     per_order = ", ".join(f"{size} of order {order}" for order, size in enumerate(sizes, start=1))
     print(

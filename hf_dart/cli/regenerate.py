@@ -16,6 +16,9 @@ from hf_dart.errors import as_user_error
 from hf_dart.hub.loading import load_target, load_tokenizer
 
 _EVERY = 10.0  # seconds between lines that say how far it is
+_SHARD = common.checked(
+    lambda text: tuple(map(int, text.split("/"))), lambda part: len(part) == 2 and 1 <= part[0] <= part[1], "1/N to N/N"
+)
 
 
 def add(commands: Any) -> None:
@@ -49,16 +52,8 @@ def add(commands: Any) -> None:
     parser.add_argument("--rows", type=positive, help="write the first so many alone (default: all)")
     parser.add_argument("--minutes", type=common.above_zero, default=inf, help="begin no row after that")
     part = "write part I of N of the rows, 1/N to N/N (default: all, or under `accelerate launch` that of the process)"
-    parser.add_argument("--shard", type=shard, metavar="I/N", help=part)
+    parser.add_argument("--shard", type=_SHARD, metavar="I/N", help=part)
     parser.set_defaults(command=_run)
-
-
-def shard(text: str) -> tuple[int, int]:
-    """Read "I/N", for argparse."""
-    number, _, count = text.partition("/")
-    if not 1 <= int(number) <= int(count):
-        raise argparse.ArgumentTypeError(f"{text} is not 1/N to N/N")
-    return int(number), int(count)
 
 
 def _run(arguments: argparse.Namespace) -> int:

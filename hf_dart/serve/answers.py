@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import or_
 from typing import Any
 
-from hf_dart.serve.refusal import Refusal
+from hf_dart.serve.parameters import Refusal
 from hf_dart.serve.writing import Piece, Texts
 
 

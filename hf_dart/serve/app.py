@@ -20,8 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from hf_dart.serve import answers
-from hf_dart.serve.parameters import Asked, ChatAsked, CompletionAsked, ResponseAsked
-from hf_dart.serve.refusal import Refusal
+from hf_dart.serve.parameters import Asked, ChatAsked, CompletionAsked, Refusal, ResponseAsked
 from hf_dart.serve.service import Service
 from hf_dart.serve.writing import Texts
 
@@ -91,10 +90,8 @@ def build_app(service: Service, api_key: str | None = None, enable_cors: bool = 
     return app
 
 
-_BODY_SECONDS = 30
-"""Time in which the body of a request has to come."""
-_READ_AT_ONCE = 32
-"""Requests that may be here beside those whose texts are written or wait."""
+_BODY_SECONDS = 30  # in which the body of a request has to come
+_READ_AT_ONCE = 32  # requests that may be here beside those whose texts are written or wait
 _FAILED = Refusal("The server failed; its log says why.", status=500)
 
 

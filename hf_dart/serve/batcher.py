@@ -33,12 +33,9 @@ from hf_dart.serve.handle import Handle
 from hf_dart.serve.prefixes import Prefixes
 from hf_dart.trees.config import TreeConfig
 
-MAX_TOKENS = 65_536
-"""Tokens that the requests of a batcher may hold together, where nothing else is said."""
-PREFIX_TOKENS = 8_192
-"""Tokens of shared beginnings that a batcher keeps, where nothing else is said."""
-PIECE = 256
-"""Tokens of prompts that are read between two rounds."""
+MAX_TOKENS = 65_536  # that the requests of a batcher may hold together, where nothing else is said
+PREFIX_TOKENS = 8_192  # of shared beginnings that a batcher keeps, likewise
+PIECE = 256  # tokens of prompts that are read between two rounds
 _ALONE = 4  # pieces that are read at once where no request runs
 _IDLE = 0.2  # seconds that the thread waits for a request, as a new one would allocate all of its memory again
 

@@ -7,6 +7,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Json, model_validator
 from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
 
 from hf_dart.errors import LEAST_TEMPERATURE, did_you_mean
 
@@ -35,6 +37,19 @@ _NOTHING: tuple[Any, ...] = (None, False, "", [], {}, "none", "auto", "disabled"
 # Parameters that change no text.
 _CACHED = ["prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"]
 _NOTES = frozenset(["metadata", "service_tier", "max_tool_calls", "parallel_tool_calls", *_CACHED])
+_KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+class Refusal(HTTPException):
+    """A request that is not answered: a sentence, the parameter that it is about, HTTP's status, and OpenAI's code."""
+
+    def __init__(self, message: str, param: str = "", status: int = 400, code: str = "", **headers: str) -> None:
+        super().__init__(status, message, headers)
+        kind = _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.error = {"message": message, "type": kind, "param": param or None, "code": code or None}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse({"error": self.error}, self.status_code, self.headers)
 
 
 def _wrong(message: str, name: str = "") -> PydanticCustomError:

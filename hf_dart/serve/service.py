@@ -21,14 +21,11 @@ from hf_dart.models.positions import position_limit
 from hf_dart.models.tokenizers import end_tokens
 from hf_dart.serve.batcher import MAX_TOKENS, PREFIX_TOKENS, Batcher
 from hf_dart.serve.metrics import Metrics
-from hf_dart.serve.parameters import Asked, CompletionAsked
-from hf_dart.serve.refusal import Refusal
+from hf_dart.serve.parameters import Asked, CompletionAsked, Refusal
 from hf_dart.serve.tools import grammar_of
 
-_UNASKED = 1024
-"""New tokens at most, where the request does not say."""
-_COMPILED = 64 << 20
-"""Bytes of compiled schemas that are kept."""
+_UNASKED = 1024  # new tokens at most, where the request does not say
+_COMPILED = 64 << 20  # bytes of compiled schemas that are kept
 _OWN = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) | {"messages"}
 
 

@@ -7,8 +7,7 @@ import secrets
 from functools import partial
 from typing import Any, NamedTuple
 
-from hf_dart.serve.parameters import Asked
-from hf_dart.serve.refusal import Refusal
+from hf_dart.serve.parameters import Asked, Refusal
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _READ = {"content", "tool_calls"}

@@ -20,8 +20,7 @@ from hf_dart.decoding.session import Observer
 from hf_dart.drafters.base import Verified
 from hf_dart.errors import sentence
 from hf_dart.serve.detokenizer import Detokenizer
-from hf_dart.serve.parameters import Asked, CompletionAsked
-from hf_dart.serve.refusal import Refusal
+from hf_dart.serve.parameters import Asked, CompletionAsked, Refusal
 from hf_dart.serve.service import Service
 from hf_dart.serve.tools import Call, Reader
 
