@@ -11,10 +11,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-INSTALLED_FROM = "./hf-dart"
-"""Argument of `pip install`: a clone of hf-dart, as long as it is not on PyPI."""
-LEAST_TEMPERATURE = 1e-6
-"""Least temperature of sampling: logits divided by much less would overflow."""
+INSTALLED_FROM = "./hf-dart"  # argument of `pip install`: a clone of hf-dart, as long as it is not on PyPI
+LEAST_TEMPERATURE = 1e-6  # least temperature of sampling: logits divided by much less would overflow
 
 
 class UserError(Exception):

@@ -21,10 +21,9 @@ from hf_dart.models.tolerance import coarsest, narrow_dtype
 
 T = TypeVar("T")
 
-NEAR_TIE = 1e-5
-"""A float32 difference is a near-tie if stock's own best two choices lie closer than this there."""
-LOW_PRECISION_ULPS = 4
-"""A bfloat16 or float16 difference is a near-tie up to so many units in the last place of the top logit."""
+# A difference is a near-tie where stock's own best two choices lie closer than this: in float32, and in 16 bits
+# (in units in the last place of the top logit).
+NEAR_TIE, LOW_PRECISION_ULPS = 1e-5, 4
 
 
 @dataclass(frozen=True)

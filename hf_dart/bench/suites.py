@@ -17,8 +17,7 @@ Answer = Callable[[list[int]], list[int]]
 _LOGGER = logging.getLogger(__name__)
 _SMALLEST = 4000  # bytes; shorter files are mostly imports
 _FOLDER = Path(__file__).parent / "prompts"
-PACKAGED = ("code", "chat", "math", "summarisation")
-"""Suites that come with the package."""
+PACKAGED = ("code", "chat", "math", "summarisation")  # suites that come with the package
 NAMED = {
     "gsm8k": "openai/gsm8k:main:test",
     "humaneval": "openai/openai_humaneval::test",

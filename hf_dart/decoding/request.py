@@ -47,8 +47,7 @@ _OTHER_MODES = {"num_beams": 1, **dict.fromkeys((
 _CHOOSING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _PREPARING = RLock()  # calls that begin at once would each pack the weights and try the target
 
-FILL = 64
-"""Tokens fed at once when rows that ended early are filled up for a cache that is handed back."""
+FILL = 64  # tokens fed at once when rows that ended early are filled up for a cache that is handed back
 
 
 @dataclass(frozen=True)

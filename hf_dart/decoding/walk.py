@@ -28,8 +28,7 @@ from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.models.devices import generator_state, set_generator_state, users_default
 from hf_dart.trees.tree import DraftTree
 
-MAX_LEAD = 32
-"""No row runs further ahead of the slowest unfinished row: a position costs B * V floats."""
+MAX_LEAD = 32  # no row runs further ahead of the slowest unfinished row: a position costs B * V floats
 _IN_CACHE = 2**18  # numbers of 8 bytes that stay in a core's cache from one operation to the next
 
 # By device, the stream that will advance its default generator. Streams that run meanwhile, in other threads,

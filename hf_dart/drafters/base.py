@@ -23,8 +23,7 @@ from hf_dart.trees.vocabulary import columns_of
 
 State = TypeVar("State")
 
-AT_ONCE = 512
-"""Positions that a drafter takes in at once: its masks grow with them, times all positions before."""
+AT_ONCE = 512  # positions that a drafter takes in at once: its masks grow with them, times all positions before
 
 # A logit next to which all others vanish, in any float type.
 _CERTAIN = 1e4

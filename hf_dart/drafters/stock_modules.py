@@ -20,8 +20,7 @@ from hf_dart.models.features import lent_modules, table_of
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
-SHAPE = ("draft_length", "beam")
-"""Options of `from_pretrained` that say how such drafters draft."""
+SHAPE = ("draft_length", "beam")  # options of `from_pretrained` that say how such drafters draft
 # Of drafters: the targets that they fit. Copies and pickles of a drafter hold none.
 _targets: WeakKeyDictionary[StockDrafter, WeakSet[Any]] = WeakKeyDictionary()
 

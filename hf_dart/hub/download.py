@@ -19,8 +19,7 @@ from hf_dart.hub.failures import hub_errors
 
 _WEIGHTS, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _LARGEST_CARD = 1024**2
-ADAPTER_CONFIG = "adapter_config.json"
-"""The file that makes a folder that of an adapter."""
+ADAPTER_CONFIG = "adapter_config.json"  # the file that makes a folder that of an adapter
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 """Options of `from_pretrained` that say where on the Hub a file lies."""
 _OTHERS = ("target", "tokenizer", "ngram", "dtype", "draft_window", "draft_sink")  # of all drafters

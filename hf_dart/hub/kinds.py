@@ -54,8 +54,7 @@ class Kind:
         return self.called if own else self.drafter.reads(content, names)
 
 
-KINDS: dict[str, Kind] = {}
-"""Kinds by their names; a kind is in it once the module of its drafter was imported."""
+KINDS: dict[str, Kind] = {}  # kinds by their names; a kind is in it once the module of its drafter was imported
 
 
 def kind_of(model_type: Any) -> Kind | None:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-STOCK, OURS = "stock", "hf_dart"
-"""Methods of a bench: `generate` as it is, and with the head."""
+STOCK, OURS = "stock", "hf_dart"  # methods of a bench: `generate` as it is, and with the head
 UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError)
 """Errors of the writers of tables for JSON that is not what `hf-dart bench --json` writes."""
 _DEPTHS = 8  # whose acceptance is shown

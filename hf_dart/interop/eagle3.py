@@ -28,8 +28,7 @@ from hf_dart.models.features import default_feature_layers
 
 _MOST_LAYERS = 8
 _HOSTS = ("llama", "qwen2", "qwen3", "mixtral")
-JOINED = "an EAGLE-1 or EAGLE-2 head"
-"""Name of such a checkpoint in messages; its config.json does not say it."""
+JOINED = "an EAGLE-1 or EAGLE-2 head"  # name of such a checkpoint in messages; its config.json does not say it
 # The levels of a tree as SafeAILab's code grows it by default: its depth=7 counts those below the first one.
 _LEVELS = 8
 _SPECULATORS = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}

@@ -9,8 +9,7 @@ from typing import Any
 
 from hf_dart.hub.download import NOTES
 
-MANY = 2**31 - 1
-"""Largest whole number of a field that the target or the weights bound."""
+MANY = 2**31 - 1  # largest whole number of a field that the target or the weights bound
 HARMLESS = {
     *NOTES, "attention_dropout", "auto_map", "bos_token_id", "eos_token_id", "initializer_range", "pad_token_id",
 }  # fmt: skip

@@ -18,8 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_dart.interop.eagle3 import network_names
 from hf_dart.interop.weights import renamed, vocabulary_maps
 
-SPECULATORS_VERSION = "0.9.0"
-"""The version that reads what is written here, and that it was compared with."""
+SPECULATORS_VERSION = "0.9.0"  # the version that reads what is written here, and that it was compared with
 _SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
           "rms_norm_eps")  # fmt: skip
 # Fields that have to be as they are by default; "peagle" excludes the others.

@@ -64,8 +64,7 @@ def registered(interface: Any, name: str) -> Any:
 # ---- of a whole tree, without copies of the cache -------------------------------------------------------------
 
 _NARROW = (torch.float16, torch.bfloat16)
-_ROW = 8
-"""Numbers that kernels read of a mask at once: each of its rows has to begin at a multiple of as many."""
+_ROW = 8  # numbers that kernels read of a mask at once: each of its rows has to begin at a multiple of as many
 
 
 def attend_in_groups(

@@ -17,8 +17,7 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 MAX_NODES = 1024
 """Most nodes of a tree per row, and candidates and paths per depth: memory and time of masks grow with the square."""
 
-_LEVELLED = 16
-"""Most nodes of trees that are computed level by level, where nothing else is said."""
+_LEVELLED = 16  # most nodes of trees that are computed level by level, where nothing else is said
 
 _RANGES = {
     **dict.fromkeys(("nodes", "top_k", "beam"), (1, MAX_NODES)),
@@ -27,8 +26,7 @@ _RANGES = {
     **dict.fromkeys(("lookup", "node_cost", "level_cost", "draft_cost", "ngram_weight"), (0, inf)),
 }
 
-_RETIRED = {"calibrate"}
-"""Fields of earlier versions that saved configs may hold."""
+_RETIRED = {"calibrate"}  # fields of earlier versions that saved configs may hold
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ Array = NDArray[Any]
 Points = tuple[tuple[float, float], ...]
 """Pairs (size, cost) of rising sizes; straight lines between them, and on after the last one unless it falls there."""
 
-DRAFT_COST = 0.2
-"""Cost of a draft where nothing is known of it, and the least that is estimated for one."""
+DRAFT_COST = 0.2  # cost of a draft where nothing is known of it, and the least that is estimated for one
 
 LEVEL_COST = 0.25
 """Estimated cost of a level on a target that computes its trees level by level (`model_cards/hybrid_costs`)."""

@@ -25,8 +25,7 @@ from hf_dart.trees.costs import Array
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.tree import STEP
 
-FLOOR = -30.0
-"""No step down a tree is deeper."""
+FLOOR = -30.0  # no step down a tree is deeper
 _UNSEEN = 1e-4
 """Added to every probability of a table; small enough to tell apart, and a draft of unseen text survives it."""
 # DART, section 3.3 and released code: weight of depth i, of the draft's part at depth i, and what a logarithm is kept

@@ -81,8 +81,7 @@ class DiffusionConfig(DrafterConfig):
         return super().for_target(target, **{**fields, **overrides})
 
 
-MASK = -1
-"""Stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit."""
+MASK = -1  # stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit
 
 
 @register(

@@ -19,8 +19,7 @@ import numpy as np
 from hf_dart.trees.ngram.table import MOST_COUNTED, Array, NgramSpec, NgramTable, write_metadata
 from hf_dart.trees.vocabulary import hash_of_ids
 
-CHUNK = 2**23
-"""Tokens that are counted at a time, which takes about 50 bytes for each."""
+CHUNK = 2**23  # tokens that are counted at a time, which takes about 50 bytes for each
 _MERGED_AT_ONCE = 2**22  # n-grams
 
 Progress = Callable[[str], object]

@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from hf_dart.trees.costs import Array
 
 FORMAT, VERSION = "hf_dart.trees.ngram", "1"
-MOST_COUNTED = 2**32 - 1
-"""Counts of bigrams and longer stop here."""
+MOST_COUNTED = 2**32 - 1  # counts of bigrams and longer stop here
 _LARGEST_VOCABULARY = 2**31
 
 
