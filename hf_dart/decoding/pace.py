@@ -141,6 +141,7 @@ class Pace:
         none, sizes = np.zeros(depth), np.zeros(len(self._filled))
         new = PaceRecord(self._prior, none, sizes + 1, sizes)
         self._record = record = copy.deepcopy(own or next(alike, new))
+        self._roots = 0 if record.timed[0] else _AT_ONCE  # rounds of the roots alone that are timed at first
         if own is None:
             kept = {name: getattr(record, name) for name in ("beyond_copies", "looked", "draft_costs")}
             self._record = PaceRecord(none, none, record.correction, record.timed, **kept)
@@ -186,13 +187,15 @@ class Pace:
     ) -> tuple[bool, Sequence[Copies]]:
         """Choose whether the coming round is drafted, and return that and what each row may copy."""
         record, self._weights = self._record, weights
-        due = "node_cost" in self._timed and record.timed[0] < 1  # costs are relative to rounds of the roots alone
+        # Costs are relative to rounds of the roots alone.
+        due = "node_cost" in self._timed and (self._roots > 0 or record.timed[0] < 1)
         chooses = self._chooses and record.paused is None
         if not (chooses or due):
             return self._config.nodes != 1 and not self._chooses, copies
         self._alone, tokens, self._copies_cost = best_size(copies, weights, self.cost(drafted=False))
         self._copies, likely = copies, tokens >= 1 + _LIKELY
         if due and not likely:
+            self._roots -= 1
             return False, [NOTHING] * len(copies)
         if not chooses:
             return not self._chooses, copies
