@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, Self
+from weakref import proxy
 
 import torch
 from torch import Tensor
@@ -280,7 +281,8 @@ class SlotCache:
     def of_layers(cls, layers: int, batch_size: int, capacity: int) -> Self:
         """Make an empty one for modules of transformers, with stores as their first keys and values need them."""
         cache = cls(torch.zeros(batch_size, dtype=torch.long), capacity)
-        cache.cache = Cache(layers=[SlotLayer(cache) for _ in range(layers)])
+        # They refer to it weakly: held in a cycle, its buffers would outlive the call.
+        cache.cache = Cache(layers=[SlotLayer(proxy(cache)) for _ in range(layers)])
         return cache
 
     def like(self, lengths: Tensor, capacity: int, zeros: Zeros | None = None) -> Self:

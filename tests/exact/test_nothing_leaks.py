@@ -19,7 +19,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 from support.turns import KINDS
 from support.users import Listener, OwnError, Processor
 
-from hf_dart import Batcher, Learner, TreeConfig, attach
+from hf_dart import Batcher, LanguageModelDrafter, Learner, TreeConfig, attach
 from hf_dart.decoding.session import Session
 from hf_dart.models import packed_weights
 from hf_dart.models.stock_steps import CACHE
@@ -86,6 +86,10 @@ def test_what_has_ended_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     """By reference counts alone: collecting cycles may come too late for the next call's caches."""
     target = tiny_target("llama", dtype=torch.float32)
     head, sessions, made = tiny_head(target), list[Any](), Session.__init__
+    other = LanguageModelDrafter(tiny_target("llama", dtype=torch.float32, num_hidden_layers=1), target=target)
+    states = list[Any]()
+    begin = other.begin
+    monkeypatch.setattr(other, "begin", lambda *given: (state := begin(*given), states.append(ref(state)))[0])
     monkeypatch.setattr(Session, "__init__", lambda self, *given: (sessions.append(ref(self)), made(self, *given))[1])
     monkeypatch.setattr(packed_weights, "_LEAST", 1)
     monkeypatch.setattr(batcher, "PIECE", 4)
@@ -94,6 +98,9 @@ def test_what_has_ended_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     gc.disable()
     try:
         target.generate(**options, assistant=head)
+        target.generate(**options, assistant=other)
+        assert states
+        assert not [one for one in states if one() is not None]
         attach(target, head, learner=Learner())  # which packs weights
         target.generate(**options)
         assert packed_weights.packed_weights(target)
