@@ -81,7 +81,7 @@ class Tier:
     def load(self, session: Session) -> None:
         """Take over where a session stands."""
         rows = _every_row(session)
-        self._session, self.failure = session, None
+        self.failure = None
         self._verify = self._verifier(session.verify, self._cache)
         self._cache.take_rows(session.cache, rows)
         for forward in self.forwards.values():
@@ -91,6 +91,7 @@ class Tier:
         if self._draft_cache is not None:
             session.drafter_state.state.forget(0)  # the window may have become smaller
             self._draft_cache.take_rows(session.drafter_state.state, rows)
+        self._session = session  # last: no tier keeps a session that it could not load
 
     def _verifier(self, like: Verifier, cache: TargetCache) -> Verifier:
         return Verifier(like.target, cache, like.kinds, like.feature_layers, shift=self._shift)

@@ -204,7 +204,7 @@ def failing(*args: Any) -> None:
 def test_what_cannot_be_made_or_loaded(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs uncompiled; of the target, a call that cannot be loaded says nothing, and the next one may do."""
     target, head, made = pair
-    for name, sentence in (("load", "loaded"), ("__init__", "made")):
+    for name, sentence in (("_verifier", "loaded"), ("__init__", "made")):
         target.generate(**batch(4, "sdpa"), assistant=head, **GREEDY)
         if name == "__init__":
             made.release()
@@ -212,7 +212,8 @@ def test_what_cannot_be_made_or_loaded(pair: Trio, monkeypatch: pytest.MonkeyPat
             patch.setattr(module.Tier, name, failing)
             with pytest.warns(UserWarning, match=rf"it could not be {sentence} \(OutOfMemoryError: no room\)"):
                 assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-        assert all(made.tiers) == (name == "load")
+        assert all(made.tiers) == (name == "_verifier")
+        assert not any(tier and tier._session for tier in made.tiers), "the call's caches are freed"
 
 
 def test_other_tiers_make_room(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
