@@ -63,18 +63,29 @@ def standing_in(forwards: Sequence[StandIn]) -> Iterator[None]:
     entered: list[StandIn] = []
     thread = threading.get_ident()
     try:
-        with _INSTALLING:
-            for forward in forwards:
-                standing = vars(forward.module).get("forward")
-                if not isinstance(standing, StandIn):
-                    forward.install()
-                    standing = forward
-                standing.users.append(thread)
-                entered.append(standing)
-        yield
+        try:
+            with _INSTALLING:
+                for forward in forwards:
+                    there = vars(forward.module).get("forward")
+                    standing = there if isinstance(there, StandIn) else forward
+                    entered.append(standing)  # first, so that `_leave` finds it
+                    standing.users.append(thread)
+                    if standing is not there:
+                        standing.install()
+            yield
+        finally:
+            _leave(entered, thread)
     finally:
-        with _INSTALLING:
-            for standing in entered:
+        _leave(entered, thread)  # what an interruption of the first has left
+
+
+def _leave(entered: list[StandIn], thread: int) -> None:
+    """Give modules their forwards back."""
+    with _INSTALLING:
+        while entered:
+            standing = entered[-1]
+            if thread in standing.users:
                 standing.users.remove(thread)
-                if not standing.users:
-                    standing.remove()
+            if not standing.users and vars(standing.module).get("forward") is standing:
+                standing.remove()
+            entered.pop()

@@ -8,8 +8,9 @@ up to that token, the cache and the generator together go on exactly where the c
 from __future__ import annotations
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count, product
+from threading import RLock
 from typing import Any
 from unittest.mock import patch
 
@@ -27,17 +28,20 @@ from support.interruptions import (
     assert_holds_a_prefix,
     held_entries,
     interrupt,
+    interrupted_at,
     states_by_token,
     used,
 )
 from support.tiny import prompts
 from support.turns import KINDS, RAGGED
 from support.users import Listener, OwnError, fail
+from torch import nn
 from transformers import DynamicCache
 
 from hf_dart import DartHead, SuffixStore, TreeConfig
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import feed, request, session
+from hf_dart.models.forwards import StandIn, standing_in
 from hf_dart.models.stock_steps import CACHE
 
 
@@ -83,6 +87,19 @@ def test_interrupted_anywhere_in_stocks_steps() -> None:
     criterion = failing_criterion(1000)
     reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=7, seed=1, stopping_criteria=[criterion])
     assert len(set(reached)) > 3
+
+
+def test_no_forward_is_left_in_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those over packed weights would be, which stock's own steps would read."""
+    monkeypatch.setattr("hf_dart.models.forwards._INSTALLING", RLock())  # the one of this test alone stays locked
+    modules = [nn.Identity() for _ in range(3)]
+    for line in count(1):
+        with suppress(KeyboardInterrupt), interrupted_at(line) as passed, standing_in(list(map(StandIn, modules))):
+            assert line > passed[0] or all(isinstance(vars(module)["forward"], StandIn) for module in modules)
+        assert not any("forward" in vars(module) for module in modules)
+        if passed[0] < line:
+            break
+    assert line > 50
 
 
 @pytest.mark.parametrize(
