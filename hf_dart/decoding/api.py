@@ -79,12 +79,13 @@ def attach(
             raise TypeError(f"learner= takes a hf_dart.Learner, not {type(learner).__name__}.")
         if is_shared(target):
             raise ValueError("Processes that hold a target together would learn different things; leave learner= out.")
+        observers = drafter.observers
         learner.attach(drafter)
     try:
         return attached(model, drafter, namespace_of(memory), learner)
     except BaseException:
-        if learner is not None:
-            learner.detach()
+        if drafter is not None and learner is not None:
+            drafter.observers = observers  # a learner of an earlier call goes on
         raise
 
 

@@ -549,9 +549,10 @@ def test_heads_and_options_that_are_refused(target: Any, head: DartHead, tmp_pat
     for drafter, make, about in cases:
         refused(lambda one=drafter, make=make: attach(target, one, learner=make()), (ValueError, TypeError), about)
         assert drafter is None or drafter.observers == ()
-    with pytest.raises(TypeError, match="memory"):
-        attach(target, head, learner=Learner(), memory=3)
-    assert head.observers == ()
+    for drafter, given, before in ((head, Learner(), ()), (other, learner, (learner,)), (other, Learner(), (learner,))):
+        with pytest.raises(TypeError, match="memory"):
+            attach(target, drafter, learner=given, memory=3)
+        assert drafter.observers == before, "a learner that was there goes on"
     for act in (Learner().step, lambda: Learner().save("x"), lambda: Learner().idle(1)):
         with pytest.raises(ValueError, match="has no head"):
             act()
