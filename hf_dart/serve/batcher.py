@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.api import AttachedGenerate, close_call, open_request, requested
+from hf_dart.decoding.api import AttachedGenerate, broken_off_on_failure, close_call, open_request, requested
 from hf_dart.decoding.feed import PromptReader, in_pieces
 from hf_dart.decoding.finish import break_off
 from hf_dart.decoding.request import Request
@@ -323,7 +323,8 @@ class Batcher:
         output = None
         try:
             if call.session is not None and failure is None:
-                output = close_call(call.session)
+                with broken_off_on_failure(call.session):
+                    output = close_call(call.session)
             elif call.session is not None:
                 break_off(call.session)
         except BaseException as another:

@@ -20,7 +20,8 @@ class Handle(Future[Any]):
     or with `return_dict_in_generate=True` a [`DartGenerateOutput`]; it raises the error that ended the request.
     `cancel()` takes the request back at any time before its end: its seat is free before the next round. `done()`,
     `cancelled()`, `exception(timeout=None)` and `add_done_callback(function)` are those of every future, so that
-    `asyncio.wrap_future` takes it, too. Callbacks run on the thread of the rounds.
+    `asyncio.wrap_future` takes it, too. Callbacks run on the thread of the rounds, or on
+    the one that cancels.
 
     Iterate over it for its tokens, each as soon as it is known: plain ints, from the first one after the prompt on. The
     iterator ends where the text does, and raises where `result` would. Each iterator begins at the first token.
@@ -37,6 +38,7 @@ class Handle(Future[Any]):
         self.tokens: list[int] = []
         self.stats: DraftStats | None = None
         self._news = Condition()
+        self._cancelled = False
         self._told: list[Callable[[], object]] = []
 
     def __iter__(self) -> Iterator[int]:
@@ -83,5 +85,9 @@ class Handle(Future[Any]):
     def cancel(self) -> bool:
         """Take the request back, if it has not ended; return whether it is cancelled."""
         cancelled = super().cancel()
+        with self._news:
+            first, self._cancelled = cancelled and not self._cancelled, cancelled
+        if first:
+            self.set_running_or_notify_cancel()  # or `concurrent.futures.wait` would wait on
         self.put([])
         return cancelled

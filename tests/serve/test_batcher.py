@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby, product
@@ -19,7 +19,7 @@ from support.cases import GREEDY, SAMPLED
 from support.families import needs_running_states
 from support.makers import MAKERS, PARTS, pair
 from support.tiny import prompts, tiny_head, tiny_target
-from support.users import TOKENIZER, Criterion, FormProcessor, OwnError, Processor, Stopped, fail
+from support.users import TOKENIZER, Criterion, FormProcessor, Listener, OwnError, Processor, Stopped, fail
 from torch import Tensor
 from transformers import LogitsProcessor
 
@@ -468,6 +468,15 @@ def test_a_request_that_goes_beyond_the_table_of_positions() -> None:
     assert batcher.most_at_once == 2
 
 
+def test_a_streamer_that_fails_at_the_end() -> None:
+    """The memory has taken in the text, as from `generate`."""
+    target, store, streamer = tiny_target("llama"), SuffixStore(), Listener()
+    streamer.end = fail  # type: ignore[method-assign]
+    with Batcher(attach(target, memory=store)) as batcher, pytest.raises(OwnError):
+        batcher.submit(**prompts([5]), **GREEDY, streamer=streamer).result()
+    assert store.tokens > 5
+
+
 def test_closing_cancels_what_is_not_done() -> None:
     target = attach(tiny_target("llama"))
     handles = []
@@ -481,6 +490,8 @@ def test_closing_cancels_what_is_not_done() -> None:
         broken()
     assert len(handles) == 3
     assert all(handle.cancelled() for handle in handles)
+    assert handles[0].cancel()
+    assert wait(handles, timeout=10).done == set(handles)
 
 
 def test_drafter_and_memory_of_an_attached_model() -> None:
