@@ -96,7 +96,10 @@ class Seats:
         session.verify, session.cache, session.pace, session.drafter_state.state = seat.own
         for own, ours in self._shared(seat):
             if session.request.returns_cache:
-                own.take_rows(ours, [(0, place)])
+                try:
+                    own.take_rows(ours, [(0, place)])
+                except RuntimeError as failure:  # out of memory: the others go on
+                    seat.failure = seat.failure or failure
             if last is not seat:
                 ours.take_rows(ours, [(place, len(self.taken))])
             if self.taken:

@@ -13,6 +13,7 @@ from support.caches import assert_same_cache
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import first_draft, next_turn_of
+from support.users import fail
 from transformers import DynamicCache
 
 from hf_dart import DartHead, LanguageModelDrafter, LookupDrafter, TreeConfig
@@ -81,6 +82,20 @@ def test_a_call_that_does_not_fit(target: Any, head: DartHead, where: str, monke
     with pytest.raises(RuntimeError, match="out of memory"):
         seats.take(sessions[2])
     assert_stocks(target, seats, sessions[:2], [request] * 2)
+
+
+def test_a_cache_that_cannot_be_handed_back(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where memory has run out; the call beside it goes on."""
+    seats, inputs, own = Seats(2), prompts([5], seed=1), SlotStore.take_rows
+    stays = opened(target, assistant=head, **inputs, **GREEDY)
+    goes = opened(target, assistant=head, **inputs, **{**GREEDY, "max_new_tokens": 8}, return_dict_in_generate=True)
+    for session in (stays, goes):
+        seats.take(session)
+    back = [(0, 1)]
+    monkeypatch.setattr(SlotStore, "take_rows", lambda *given: fail(RuntimeError) if given[-1] == back else own(*given))
+    gone = next(filter(None, (seats.round() for _ in range(9))))
+    assert [(session, type(failure)) for session, failure in gone] == [(goes, RuntimeError)]
+    assert_stocks(target, seats, [stays], [(inputs, GREEDY)])
 
 
 @pytest.mark.parametrize("first", [False, True])
