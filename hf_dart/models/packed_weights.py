@@ -192,7 +192,10 @@ def packable(model: PreTrainedModel, *further: nn.Module) -> list[nn.Linear]:
     """Return the linear layers of a model on a CPU, and of further modules, whose weights can be packed."""
     if model.device.type != "cpu" or not packs(model.dtype):
         return []
-    parts, dtype = dict.fromkeys([*parts_of(model), *further]), model.dtype
+    towers = (tower for kind in ("image", "audio") if (tower := model.get_encoder(kind)) is not model)
+    aside = {part for tower in towers for part in parts_of(tower)}  # which trees do not go through
+    parts = [part for part in dict.fromkeys([*parts_of(model), *further]) if part not in aside]
+    dtype = model.dtype
     if any(vars(part).get("merged_adapters") and part.disable_adapters for part in parts):
         return []  # the next forward takes PEFT's adapter out of them
     linear = [part for part in parts if isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward]

@@ -16,6 +16,7 @@ from peft import LoraConfig, get_peft_model
 from support.cases import MODES, batch
 from support.compare import assert_identical_up_to_near_ties, tally
 from support.families import needs_running_states
+from support.multimodal import multimodal_target
 from support.tiny import tiny_head, tiny_target
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -228,6 +229,18 @@ def test_a_copy_of_a_target_that_is_in_use(target: Any, own: bool) -> None:
         assert torch.equal(twin.lm_head(hidden), plain)
     assert torch.equal(twin.lm_head(hidden), plain)
     assert not any(isinstance(vars(part).get("forward"), StandIn) for part in twin.modules())
+
+
+def test_towers_of_images_are_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees are text."""
+    monkeypatch.setattr(packing, "_ROWS", 1)
+    target, kind = multimodal_target("llava").float(), nn.Linear
+    tower = [part for part in target.get_encoder("image").modules() if isinstance(part, kind)]
+    text = [part for part in target.get_decoder().modules() if isinstance(part, kind)]
+    found = packable(target)
+    assert tower
+    assert {*text, target.lm_head} <= {*found}
+    assert not {*tower} & {*found}
 
 
 def test_a_forward_of_the_users_own_stays(target: Any) -> None:
