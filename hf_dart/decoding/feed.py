@@ -20,7 +20,7 @@ from hf_dart.decoding.turns import DrafterState
 from hf_dart.drafters.base import AT_ONCE, Verified, entries_of
 from hf_dart.models.devices import users_default
 from hf_dart.models.features import vocabulary_size
-from hf_dart.models.positions import moving_rotary, refuse_crossing
+from hf_dart.models.positions import refuse_crossing, rotary_turn
 from hf_dart.models.stock_steps import cache_after, extra_inputs, next_inputs, position_shift
 from hf_dart.models.support import refuse_cache, refuse_compressed
 from hf_dart.models.trial import refuse_extra_inputs
@@ -145,12 +145,12 @@ def reads_in_pieces(request: Request) -> bool:
     Running states are read whole, as most targets begin a piece of several tokens without the state before it; and so
     are prompts past a length at which rotary frequencies change, as earlier pieces would have been read with others.
     """
-    rotary = moving_rotary(request.model)
+    turn, _ = rotary_turn(request.model)
     return not (
         request.generation_config.prefill_chunk_size is not None
         or request.multimodal
         or request.prompt.is_floating_point()
-        or (rotary is not None and request.total > rotary[0])
+        or (turn is not None and request.total > turn)
         or any(map(keeps_states, request.stock_cache.layers))
     )
 

@@ -43,6 +43,11 @@ def positions_of_table(target: PreTrainedModel) -> int:
     return sys.maxsize if rotates else position_limit(target) + 1
 
 
+def rotary_turn(target: PreTrainedModel) -> tuple[int | None, bool]:
+    """Return `moving_rotary`; else that length of Phi-3, which drops its cache there, whatever its frequencies."""
+    return moving_rotary(target) or (getattr(target.config, "original_max_position_embeddings", None), False)
+
+
 def refuse_crossing(
     target: PreTrainedModel,
     prompt: int,  # positions of the longest prompt; 0 where they are not those of its tokens (images)
@@ -50,11 +55,8 @@ def refuse_crossing(
     most: int,  # tokens of the longest prompt and all that may be generated
     shift: int = 0,  # how far their positions lie above their numbers
 ) -> None:
-    """Raise where rotary frequencies would change in the middle of a call, for the text so far and for all rows.
-
-    Phi-3 drops its cache there, too, and computes the whole text again.
-    """
-    trained, grows = moving_rotary(target) or (getattr(target.config, "original_max_position_embeddings", None), False)
+    """Raise where rotary frequencies would change in the middle of a call, for the text so far and for all rows."""
+    trained, grows = rotary_turn(target)
     # The last token is not run through the model.
     if trained is None or most + shift - 1 <= trained:
         return

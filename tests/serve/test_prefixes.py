@@ -179,6 +179,7 @@ def test_prompts_that_are_read_whole() -> None:
     factors = {"short_factor": [1.0] * 4, "long_factor": [2.0, 3, 4, 5]}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30, **factors}
     target, moving = tiny_target("llama"), tiny_target("llama", rope_parameters=rope)
+    phi = tiny_target("phi3_full", original_max_position_embeddings=40)  # drops caches of fewer positions there
     ids = with_system_prompt(3)
     embeddings, mask = target.get_input_embeddings()(ids[0]).detach(), torch.ones_like(ids[2])
     mask[:, :20] = 0
@@ -186,11 +187,13 @@ def test_prompts_that_are_read_whole() -> None:
     asked += [(target, {"input_ids": ids[0], "inputs_embeds": embeddings * factor}, 9) for factor in (0.1, -1.0)]
     asked += [(target, {"input_ids": ids[2], "attention_mask": mask}, 9)]
     asked += [(moving, {"input_ids": ids[0]}, 1)]  # no more tokens, as no seat takes it
-    with Batcher(target) as one, Batcher(moving) as other:
+    asked += [(phi, {"input_ids": one}, 9) for one in ids]
+    with Batcher(target) as one, Batcher(moving) as other, Batcher(phi) as third:
+        batchers = {target: one, moving: other, phi: third}
         for number, (model, inputs, most) in enumerate(asked):
             options = {"do_sample": True, "top_k": 0, "max_new_tokens": most}
             wanted = compare.run(model, inputs, number, **options)
-            handle = (one if model is target else other).submit(**inputs, **options, seed=number)
+            handle = batchers[model].submit(**inputs, **options, seed=number)
             assert torch.equal(handle.result(), wanted.sequences)
 
 
