@@ -106,10 +106,10 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         Raises:
             ValueError: the drafter has no target, or was made for another one.
         """
-        compatible, lent = self.shared.compatible, lent_modules(target)
-        if not all(module in compatible for module in lent):
+        lent = lent_modules(target)
+        if not self.shared.fits(lent):
             self._check_compatible(target, None)
-            compatible.update(lent)
+            self.shared.take(lent)
             if lent[0] is self.shared.embeddings and type(lent[1]) is nn.Linear:  # the same target with a new LM head
                 self.shared.lm_head = lent[1]
 

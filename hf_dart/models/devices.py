@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeGuard, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,7 @@ def weight_of(module: Any) -> Tensor:
 def state_of(weight: Any) -> tuple[Any, ...]:
     """Return a key that changes with a weight's values; weights made in inference mode do not count their changes."""
     version = 0 if weight.is_inference() else weight._version
-    return id(weight), version, weight.device, weight.dtype
+    return id(weight), version, weight.shape, weight.device, weight.dtype
 
 
 def contents_of(weights: Iterable[Tensor]) -> list[tuple[int, ...]]:
@@ -171,8 +171,18 @@ class TargetModules:
         self.embeddings = target.get_input_embeddings()
         self.lm_head = lm_head_of(target)
         self.decoder: Any = target.get_decoder() if hasattr(target, "get_decoder") else None
-        # These, and those of other targets that the drafter fits: deep copies, and wrappers by PEFT.
-        self.compatible: WeakSet[nn.Module] = WeakSet((self.embeddings, self.lm_head))
+        # Rows of these, and of those of other targets that the drafter fits: deep copies, and wrappers by PEFT.
+        self.compatible = WeakKeyDictionary[nn.Module, int]()
+        self.take((self.embeddings, self.lm_head))
+
+    def take(self, modules: Sequence[nn.Module]) -> None:
+        """Take note of embeddings and LM head that the drafter fits."""
+        self.compatible.update(dict.fromkeys(modules, table_of(modules[0]).num_embeddings))
+
+    def fits(self, modules: Sequence[nn.Module]) -> bool:
+        """Tell whether the drafter is known to fit these embeddings and this LM head, as they are now."""
+        rows = table_of(modules[0]).num_embeddings
+        return all(self.compatible.get(module) == rows for module in modules)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to the target's embeddings [..., E], on its device."""

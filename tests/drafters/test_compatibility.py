@@ -51,8 +51,13 @@ def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path, monkeypatch: p
     for _ in range(3):
         twin.generate(**prompts([5]), max_new_tokens=4, assistant=head)
     assert read == [twin]
-    twin.resize_token_embeddings(VOCABULARY + 5)
-    refused(lambda: twin.generate(**prompts([5]), assistant=head), ValueError, f"and .* has {VOCABULARY + 5}")
+    tied = tiny_target("gemma3")  # whose modules stay, while their weights grow
+    assert tied.config.tie_word_embeddings
+    for target, drafter in ((twin, head), (tied, tiny_head(tied))):
+        target.generate(**prompts([5]), max_new_tokens=4, assistant=drafter)
+        target.resize_token_embeddings(VOCABULARY + 5)
+        call = partial(target.generate, **prompts([5]), assistant=drafter)
+        refused(call, ValueError, f"and .* has {VOCABULARY + 5}")
 
 
 @pytest.mark.parametrize("more", [16, -4])
