@@ -167,10 +167,11 @@ def set_generator_state(device: torch.device, state: Tensor) -> None:
 class TargetModules:
     """The target's modules that a drafter reads through; copies of the drafter share them."""
 
+    decoder: Any = None  # of the target, for drafters that run parts of its layers
+
     def __init__(self, target: PreTrainedModel) -> None:
         self.embeddings = target.get_input_embeddings()
         self.lm_head = lm_head_of(target)
-        self.decoder: Any = target.get_decoder() if hasattr(target, "get_decoder") else None
         # Rows of these, and of those of other targets that the drafter fits: deep copies, and wrappers by PEFT.
         self.compatible = WeakKeyDictionary[nn.Module, int]()
         self.take((self.embeddings, self.lm_head))

@@ -120,6 +120,16 @@ def test_what_has_ended_is_freed_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         gc.enable()
 
 
+def test_a_head_keeps_no_layer_of_its_target() -> None:
+    """Another one may be loaded in its place."""
+    target = tiny_target("llama")
+    head, layer = tiny_head(target), ref(target.model.layers[0])
+    del target
+    gc.collect()
+    assert layer() is None
+    assert head.shared.lm_head is not None
+
+
 def test_a_leak_would_be_seen() -> None:
     """A tensor per call is more than the counts above allow."""
     tensors, memory = live_tensors(), resident()

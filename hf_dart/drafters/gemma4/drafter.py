@@ -195,6 +195,11 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
         outside = (scores.amin(-1, keepdim=True) - 1).expand(*states.shape[:-1], len(table))
         return outside.scatter(-1, members, scores).float().log_softmax(-1)
 
+    def bind(self, target: PreTrainedModel, tokenizer: Any = None) -> Self:
+        super().bind(target, tokenizer)
+        self.shared.decoder = target.get_decoder()
+        return self
+
     def _keys_and_values(self, kind: str, place: int, x: Tensor, positions: Tensor) -> list[Tensor]:
         """Project what the target's layer `place` reads, x [B, A, H], as it does itself: [B, kv heads, A, head_dim]."""
         decoder = self.shared.decoder
