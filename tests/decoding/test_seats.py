@@ -344,3 +344,6 @@ def test_one_pace_for_all(noted: Any) -> None:
     one, two, three = (session.stats for session in sessions)
     assert one.rounds == 3 > two.rounds == 2 > three.rounds == 1
     assert one.seconds["verify"] > two.seconds["verify"] > three.seconds["verify"] > 0
+    while seats.taken:
+        seats.round()
+    assert {known[-1] for (known, *_), _ in drafter.pace_records} >= {2, 3}

@@ -93,6 +93,10 @@ def test_trees_follow_the_branches(llama: tuple[Any, EagleDrafter]) -> None:
             chances = proposal.conditional[0, level - 1, int(branch[0])][candidates[0, level]].exp()
             expected = chances / chances.sum() * together
             assert torch.allclose(table[0, level, place].exp(), expected, atol=1e-5)
+    proposal.force_token([True], 5)  # as of a row that has ended
+    scores, candidates = proposal.logits.log_softmax(-1).topk(6)
+    table = drafter.transitions(proposal, torch.tensor([3]), candidates, scores)
+    assert torch.allclose(table[0, 1:, 0, 0].exp(), torch.ones(drafter.draft_length - 1))
 
 
 def test_what_belongs_to_dart_heads_is_refused() -> None:

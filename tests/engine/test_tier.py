@@ -213,6 +213,8 @@ def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> 
     options = {"max_new_tokens": 90, "tree_config": TreeConfig(lookup=0, draft_cost=3.0)}
     assert_identical(target, head, prompts([7]), **{**GREEDY, **options})
     assert len(taken) == 1
+    head.draft_window = 24  # which holds less than a pause of 256 rounds leaves unread
+    assert_identical(target, head, prompts([7]), **{**GREEDY, **options, "max_new_tokens": 400})
     assert len(taken[0].unique(dim=0)) == len(taken[0]) > 40
 
 

@@ -85,13 +85,15 @@ def test_every_text_is_stocks(target: Any, layers: str) -> None:
     head = make(target, feature_layers=LAYERS.get(layers, [0, 1, 2]))
     learner = Learner(**FAST, every=3)
     learner.attach(head)
-    taus = []
+    taus, served = [], 0.0
     for seed in range(3):
         more = {"return_dict_in_generate": True, "output_scores": True} if seed == 1 else {}
         mode = GREEDY if seed == 2 else SAMPLED
         assert_identical(target, head, prompts(RAGGED, seed=seed), seed=seed, **mode, **more)
         taus.append(head.last_stats.tau)
+        served += sum(head.last_stats.seconds.values())
         assert [*learner._ring.learnt, *learner._ring.fresh][-1].temperature == (seed != 2)
+    assert learner.stats.serving == pytest.approx(served)
     teach(learner, target, head)
     serve(target, head, range(3), max_new_tokens=1)  # too short to learn from
     assert (learner.failure, learner.stats.learnt) == (None, True)
@@ -424,6 +426,23 @@ def test_reset_pause_and_a_loss_of_no_number(target: Any, head: DartHead, monkey
     learner.step()
     assert not changed(head, before)
     assert (learner.stats.learnt, learner.stats.tau_now) == (False, learner.stats.tau_before)
+
+
+def test_rates_that_do_not_learn(target: Any, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is tried; after the last, learning pauses, and begins again with the first."""
+    rates: list[float] = []
+    monkeypatch.setattr(Student, "step", lambda student, segments, rate: rates.append(rate) or math.nan)
+    monkeypatch.setattr("hf_dart.learning.learner._CHANGE", math.inf)
+    learner = Learner(share=0.0, learning_rates=(1e-1, 1e-2))
+    learner.attach(head)
+    serve(target, head, range(3))
+    learner.step()
+    learner.step()
+    assert learner.stats.learning_rate is None
+    learner._wake = learner.stats.tokens
+    serve(target, head, range(5))
+    learner.idle(60)
+    assert rates == [1e-1, 1e-2] * 2
 
 
 def test_attached_and_detached(target: Any, head: DartHead) -> None:

@@ -206,6 +206,7 @@ def test_stop_strings(target: Any, service: Service, client: Any) -> None:
     answer = client.completions.create(**given, logprobs=0)
     assert joined([answer]) == [(text[:cut], "stop")]
     assert len(answer.choices[0].logprobs.tokens) == answer.usage.completion_tokens < 35
+    assert answer.usage.completion_tokens == min(text.index(one) + len(one) for one in (stop, other))
     assert joined(client.completions.create(**given, stream=True)) == [(text[:cut], "stop")]
     wait_for(lambda: service.batcher.running == 0)
 
@@ -314,6 +315,8 @@ def test_a_memory_for_each_user(target: Any) -> None:
     assert other == unnamed == first
     assert max(again, unnamed_again) < first / 1.5
     assert sorted(memory.names) == ["", "ada", "bob"]
+    without = Service(target, TOKENIZER, LookupDrafter(), [NAME], LIMITS)
+    assert without.batcher._prefixes._most == 0 < service.batcher._prefixes._most, "nor are beginnings kept"
 
 
 # ---- refusals and bounds -------------------------------------------------------------------------------------

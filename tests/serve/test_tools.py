@@ -22,7 +22,7 @@ from transformers.cli.serving.utils import get_response_template
 from hf_dart import LookupDrafter
 from hf_dart.bench.pair import load_pair
 from hf_dart.serve.answers import Chat
-from hf_dart.serve.parameters import ChatAsked
+from hf_dart.serve.parameters import ChatAsked, ResponseAsked
 from hf_dart.serve.service import Limits, Service
 from hf_dart.serve.tools import Reader
 
@@ -194,6 +194,9 @@ def test_calls_of_earlier_answers(service: Service, client: Any) -> None:
     answer = client.chat.completions.create(model="code", messages=messages, max_tokens=20, temperature=0)
     assert answer.choices[0].message.content == text
     assert client.responses.create(model="code", input=items, max_output_tokens=20, temperature=0).output_text == text
+    first, second, third = ({"type": "function_call", "call_id": one, **call} for one in "123")
+    turns = ResponseAsked(input=[*MESSAGES, first, second, result, third]).turns
+    assert [[one["id"] for one in turn.get("tool_calls", ())] for turn in turns] == [[], ["1", "2"], [], ["3"]]
 
 
 @pytest.mark.parametrize(

@@ -85,10 +85,13 @@ def test_evaluations_draw_the_same_noise_and_every_micro_batch_its_own(tmp_path:
     options: dict[str, Any] = {"selector_only": True, "learning_rate": 0.0, "max_steps": 3}
     trainer = trainer_on(tmp_path, rows, rows, selecting, gradient_accumulation_steps=2, **options)
     seeds = []
-    for _ in range(2):  # a resumed run draws the same again
+    for step in (0, 0, 1):  # a resumed run draws the same again
+        trainer.state.global_step = step
         samples, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 2, torch.device("cpu"))
         seeds.append([sample["seed"] for sample in samples])
     assert seeds[0] == seeds[1]
+    assert not {*seeds[0]} & {*seeds[2]}
+    trainer.state.global_step = 0
     assert len(set(seeds[0])) == 2
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
