@@ -73,17 +73,9 @@ def test_presets_are_what_the_papers_say() -> None:
 
 def test_arguments_change_the_preset_within_their_ranges(tmp_path: Path) -> None:
     changed = {
-        "divergence": "tv",
-        "ce_share": 0.2,
-        "position_weights": "uniform",
-        "gamma": 0.9,
-        "dpace_alpha": 0.2,
-        "lk_eta": 4.0,
-        "token_weight": 0.5,
-        "focal_weight": 0.1,
-        "chain_weight": 2.0,
-        "chain_form": "log",
-    }
+        "divergence": "tv", "ce_share": 0.2, "position_weights": "uniform", "gamma": 0.9, "dpace_alpha": 0.2,
+        "lk_eta": 4.0, "token_weight": 0.5, "focal_weight": 0.1, "chain_weight": 2.0, "chain_form": "log",
+    }  # fmt: skip
     assert changed.keys() == {one.name for one in fields(Objective)}
     for preset, objective in PRESETS.items():
         assert DartTrainingArguments(output_dir=str(tmp_path), loss=preset).objective == objective
@@ -94,22 +86,11 @@ def test_arguments_change_the_preset_within_their_ranges(tmp_path: Path) -> None
     (parsed,) = HfArgumentParser(DartTrainingArguments).parse_args_into_dataclasses(words)
     assert parsed.objective == replace(PRESETS["left_to_right"], gamma=0.9, chain_form="log")
     wrongs: list[dict[str, Any]] = [
-        {"loss": "mse"},
-        {"divergence": "l2"},
-        {"position_weights": "random"},
-        {"gamma": 1.1},
-        {"ce_share": 1.5},
-        {"dpace_alpha": -0.1},
-        {"lk_eta": float("nan")},
-        {"focal_weight": -1.0},
-        {"chain_weight": float("inf")},
-        {"chain_form": "power"},
-        {"token_weight": 0.0},
-        {"selector_only": True, "loss": "dpace"},
-        {"anchors_per_row": 0},
-        {"revealed_share": 1.5},
-        {"text_weight": -1.0},
-    ]
+        {"loss": "mse"}, {"divergence": "l2"}, {"position_weights": "random"}, {"gamma": 1.1}, {"ce_share": 1.5},
+        {"dpace_alpha": -0.1}, {"lk_eta": float("nan")}, {"focal_weight": -1.0}, {"chain_weight": float("inf")},
+        {"chain_form": "power"}, {"token_weight": 0.0}, {"selector_only": True, "loss": "dpace"},
+        {"anchors_per_row": 0}, {"revealed_share": 1.5}, {"text_weight": -1.0},
+    ]  # fmt: skip
     for wrong in wrongs:
         of_diffusion = {"revealed_share", "text_weight"} & wrong.keys()
         kind = DiffusionTrainingArguments if of_diffusion else DartTrainingArguments

@@ -34,26 +34,12 @@ def recipe(tmp_path: Path) -> Path:
     for part in range(3):
         (data / f"{part}.txt").write_text(TEXT[part:], encoding="utf8")
     options = {
-        "train_data": [str(data)],
-        "eval_documents": 1,
-        "cache_dir": str(tmp_path / "cache"),
-        "max_length": 48,
-        "draft_length": 3,
-        "feature_layers": [2, 8],
-        "draft_vocab_size": 20,
-        "tree": {"nodes": 8},
-        "output_dir": str(tmp_path / "run"),
-        "per_device_train_batch_size": 2,
-        "anchors_per_row": 4,
-        "learning-rate": "1e-3",
-        "max_steps": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-        "save_steps": 2,
-        "disable_tqdm": True,
-        "warmup_steps": None,
-        "include_num_input_tokens_seen": "all",
-    }
+        "train_data": [str(data)], "eval_documents": 1, "cache_dir": str(tmp_path / "cache"), "max_length": 48,
+        "draft_length": 3, "feature_layers": [2, 8], "draft_vocab_size": 20, "tree": {"nodes": 8},
+        "output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 2, "anchors_per_row": 4,
+        "learning-rate": "1e-3", "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2,
+        "disable_tqdm": True, "warmup_steps": None, "include_num_input_tokens_seen": "all",
+    }  # fmt: skip
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(options), encoding="utf8")
     return file
