@@ -119,7 +119,7 @@ _INTERFACES = {
     "A call": (
         "hf_dart.decoding.finish.DartGenerateOutput",
         "hf_dart.decoding.stats.DraftStats",
-        "hf_dart.engine.compiling.EngineConfig",
+        "hf_dart.engine.graphs.EngineConfig",
         "hf_dart.serve.handle.Handle",
         "hf_dart.learning.learner.LearnerStats",
     ),

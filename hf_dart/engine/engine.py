@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from hf_dart.decoding.session import Session, one_round
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
-from hf_dart.engine.compiling import EngineConfig
-from hf_dart.engine.graphs import Capture
+from hf_dart.engine.graphs import Capture, EngineConfig
 from hf_dart.engine.tier import Tier, drafts_on_fixed_shapes
 from hf_dart.models.devices import matmul_precision, state_of
 from hf_dart.models.identity import identity, users_hooks

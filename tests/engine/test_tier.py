@@ -17,8 +17,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 from hf_dart import TreeConfig
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.session import Session
-from hf_dart.engine.compiling import EngineConfig
-from hf_dart.engine.graphs import Capture
+from hf_dart.engine.graphs import Capture, EngineConfig
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
 
 pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")

@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 import hf_dart
-from hf_dart.engine.compiling import EngineConfig
 from hf_dart.engine.engine import Engine
+from hf_dart.engine.graphs import EngineConfig
 from support.scripts import experiment
 from support.tiny import tiny_head, tiny_target
 
