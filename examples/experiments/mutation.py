@@ -41,7 +41,6 @@ ROOMS = {
     "models/verify.py": [*_EXACT, "cache/test_tree_caches.py", "models/test_trial.py"],
     "cache/slot_cache.py": [*_CACHES, "exact/test_options.py", "engine/test_tier.py"],
     "cache/target_cache.py": [*_CACHES, *_PARTS, "models/test_running_states.py"],
-    "engine/parts.py": _PARTS,
     "engine/tier.py": _PARTS,
     "decoding/seats.py": ["decoding/test_seats.py", "serve/test_batcher.py"],
     "serve/batcher.py": ["serve/test_batcher.py"],

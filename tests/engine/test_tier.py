@@ -18,7 +18,7 @@ from hf_dart import TreeConfig
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.session import Session
 from hf_dart.engine.graphs import Capture, EngineConfig
-from hf_dart.engine.parts import CapturedDraft, CapturedForward
+from hf_dart.engine.tier import CapturedDraft, CapturedForward
 
 pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")
 EXACT = tally("float64, rounds on fixed shapes")
