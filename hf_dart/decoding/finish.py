@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_dart.decoding.feed import leave
 from hf_dart.decoding.request import FILL
 from hf_dart.decoding.session import Session, joined
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.decoding.turns import leave
 from hf_dart.drafters.base import Verified
 from hf_dart.models.stock_steps import CACHE
 from hf_dart.trees.tree import DraftTree

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.stock_layers import slots_of
-from hf_dart.decoding.feed import begun, read_prompt
+from hf_dart.decoding.feed import begun, read_prompt, resume_state
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats, Trace
-from hf_dart.decoding.turns import resume_state
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
 from hf_dart.drafters.base import Drafter, Proposal, Verified, entries_of
 from hf_dart.drafters.lookup import LookupDrafter

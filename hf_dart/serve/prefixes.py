@@ -13,9 +13,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.decoding.feed import PromptReader, reads_in_pieces
+from hf_dart.decoding.feed import DrafterState, PromptReader, leave, reads_in_pieces
 from hf_dart.decoding.request import Request
-from hf_dart.decoding.turns import DrafterState, leave
 from hf_dart.drafters.base import Drafter, Verified
 from hf_dart.models.devices import contents_of
 from hf_dart.models.identity import identity
