@@ -117,7 +117,7 @@ def _generated() -> dict[str, str]:
 
 _INTERFACES = {
     "A call": (
-        "hf_dart.decoding.finish.DartGenerateOutput",
+        "hf_dart.decoding.session.DartGenerateOutput",
         "hf_dart.decoding.stats.DraftStats",
         "hf_dart.engine.graphs.EngineConfig",
         "hf_dart.serve.handle.Handle",

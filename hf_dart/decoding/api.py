@@ -17,9 +17,8 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 
 from hf_dart.cache.stock_layers import undone_on_failure
-from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.request import Request, admit
-from hf_dart.decoding.session import Session, one_round
+from hf_dart.decoding.session import DartGenerateOutput, Session, break_off, one_round, result
 from hf_dart.decoding.suffix_store import Namespace, namespace_of
 from hf_dart.decoding.walk import NoiseStream
 from hf_dart.drafters.base import Drafter
@@ -376,7 +375,7 @@ def speculative_generate(
 def open_request(request: Request, generator: torch.Generator | None = None) -> Session:
     """Begin a call that was let in, its tokens drawn from `generator`: read the prompt and emit each row's first token.
 
-    Rounds of the session are to be run until all rows have finished; then `close_call` follows, or `finish.break_off`
+    Rounds of the session are to be run until all rows have finished; then `close_call` follows, or `session.break_off`
     where one fails.
     """
     session = begin_session(request, generator)

@@ -18,10 +18,9 @@ from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import AttachedGenerate, broken_off_on_failure, close_call, open_request, requested
 from hf_dart.decoding.feed import PromptReader, in_pieces
-from hf_dart.decoding.finish import break_off
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.seats import Seats
-from hf_dart.decoding.session import Observer, Session
+from hf_dart.decoding.session import Observer, Session, break_off
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped

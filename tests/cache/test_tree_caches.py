@@ -22,7 +22,7 @@ from hf_dart.cache import slot_cache
 from hf_dart.cache.slot_cache import SlotStore
 from hf_dart.cache.stock_layers import attention_layers, held_by, window_of
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding import feed, finish
+from hf_dart.decoding import feed, session
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.models.stock_steps import CACHE
@@ -155,7 +155,7 @@ def test_the_returned_cache_is_stocks(
     family: str, make: Callable[..., TargetCache], lengths: list[int], eos: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(feed, "TargetCache", make)
-    monkeypatch.setattr(finish, "FILL", 3)  # rows that ended early are brought to the end in several steps
+    monkeypatch.setattr(session, "FILL", 3)  # rows that ended early are brought to the end in several steps
     target = attach(tiny_target(family))
     inputs = prompts(lengths)
     pads = [max(lengths) - length for length in lengths]
