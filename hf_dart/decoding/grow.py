@@ -103,7 +103,10 @@ class TreeGrower:
         """Return the trees [B, N] after the last committed tokens, on the CPU."""
         found = self.copies(deepest, ended) if copies is None else copies
         if self._most == 1 or proposal is None:
-            return self._trees_of_copies(found, weights)
+            size = min(self._most - 1, max(map(len, found)))
+            if size and self._config.nodes is None:  # as many as pay
+                size, *_ = best_size(found, weights or [1 / len(found)] * len(found), self._cost(False))
+            return tree_of_copies([text[-1] for text in self._texts], found, size)
         # With squared chances: where the drafter expects another token, weak ones are seldom right.
         levels = CopyLevels.of(found)
         levels = replace(levels, totals=2 * levels.totals)
@@ -124,7 +127,19 @@ class TreeGrower:
         if again:
             draft, better = again
             steps = after_draft(draft, better, tokens, steps)
-        return self._grown(tokens, steps, levels, deepest, weights, ended)
+        # Scores look at the last tokens of each text, padded with -1.
+        length = max(self._formula.context, 1)
+        history = np.array([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
+        columns, scored = tokens.cpu().numpy(), steps.detach().cpu().double().numpy()
+        # `np.isin` takes longer for the few that there are.
+        ending = np.logical_or.reduce([columns == end for end in self._ends]) if self._ends else None
+        if ending is not None and ended is not None:
+            ending[ended] = False
+        candidates = Candidates(history, columns, scored, self._formula, levels, deepest, ending)
+        cost = self._cost(True) if self._config.nodes is None else None
+        # Without a table, scoring more paths costs almost nothing.
+        beam = self._config.beam if self._formula.context else None
+        return grow_on_host(candidates, nodes=self._most, beam=beam, cost=cost, weights=weights)
 
     def score(self, logits: Tensor, gumbel: Tensor | None) -> Tensor:
         """Log-scores [B, W, V] of the logits [B, W, V] of one depth, its noise being `gumbel` [B, 1, V]."""
@@ -185,39 +200,6 @@ class TreeGrower:
             if grammar is not None and not (ended and ended[row]):
                 found[row] = grammar.copies(found[row], limits[row])
         return found
-
-    def _trees_of_copies(self, copies: Sequence[Copies], weights: list[float] | None) -> DraftTree:
-        """Trees of copied text alone, of the size that pays where there is no given one."""
-        size = min(self._most - 1, max(map(len, copies)))
-        if size and self._config.nodes is None:
-            size, *_ = best_size(copies, weights or [1 / len(copies)] * len(copies), self._cost(False))
-        return tree_of_copies([text[-1] for text in self._texts], copies, size)
-
-    def _grown(
-        self,
-        tokens: Tensor,
-        steps: Tensor,
-        copies: CopyLevels,
-        deepest: list[int],
-        weights: list[float] | None,
-        ended: list[bool] | None,
-    ) -> DraftTree:
-        """Grow trees from candidates [B, d, K], their scores [B, d, J, K] and copies, sized by what nodes are worth.
-
-        Scores look at the last tokens of each text, padded with -1.
-        """
-        length = max(self._formula.context, 1)
-        history = np.array([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
-        columns, scores = tokens.cpu().numpy(), steps.detach().cpu().double().numpy()
-        # `np.isin` takes longer for the few that there are.
-        ending = np.logical_or.reduce([columns == end for end in self._ends]) if self._ends else None
-        if ending is not None and ended is not None:
-            ending[ended] = False
-        candidates = Candidates(history, columns, scores, self._formula, copies, deepest, ending)
-        cost = self._cost(True) if self._config.nodes is None else None
-        # Without a table, scoring more paths costs almost nothing.
-        beam = self._config.beam if self._formula.context else None
-        return grow_on_host(candidates, nodes=self._most, beam=beam, cost=cost, weights=weights)
 
 
 class Ranker:
