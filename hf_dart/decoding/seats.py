@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.decoding.grow import Drafting, TreeGrower
+from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.session import Budget, Session, accept, one_round
 from hf_dart.decoding.stats import DraftStats
@@ -223,9 +223,17 @@ class Seats:
         trees: dict[int, DraftTree] = {}
         with timed.phase("grow"):
             for rows, grower in self._growers:
-                drafts = [proposals[row] for row in rows] if proposals else []
-                own = [sessions[row] for row in rows], drafts, [budgets[row] for row in rows]
-                grown = self._grown(grower, *own, partial(timed.phase, "draft"))
+                own, these = [sessions[row] for row in rows], [budgets[row] for row in rows]
+                deepest, copies = [one.deepest[0] for one in these], [one.copies[0] for one in these]
+                given: tuple[Any, ...] = None, None, deepest, None
+                if proposals:
+                    drafts = [proposals[row] for row in rows]
+                    drafted = Proposal.joint([draft.within(own[0].vocab_size) for draft in drafts])
+                    noise = [session.noise_ahead(0, grower.depth, drafted.vocabulary) for session in own]
+                    known = [one.to(drafted.logits.device) for one in noise if one is not None]
+                    given = drafted, torch.cat(known) if known else None, deepest, partial(own[0].refine, drafts[0])
+                weights = [1 / len(rows)] * len(rows)
+                grown = grower(*given, weights, None, copies, partial(timed.phase, "draft"))
                 trees |= {row: grown.row(number) for number, row in enumerate(rows)}
         return [(trees[row], budget) for row, budget in enumerate(budgets)]
 
@@ -249,26 +257,6 @@ class Seats:
         features, tokens, counts = (torch.cat([one.to(part[0].device) for one in part]) for part in parts)
         draft = sessions[0].propose_with(self._state, features, tokens, counts, depth, score)
         return [] if draft is None else [draft.row(row) for row in range(len(seen))]
-
-    def _grown(
-        self,
-        grower: TreeGrower,
-        sessions: list[Session],
-        proposals: list[Proposal],
-        budgets: list[Budget],
-        drafting: Drafting,
-    ) -> DraftTree:
-        """Grow the trees [B, N] of some calls, which are ranked in one way."""
-        deepest, copies = [budget.deepest[0] for budget in budgets], [budget.copies[0] for budget in budgets]
-        weights = [1 / len(sessions)] * len(sessions)
-        if not proposals:
-            return grower(None, None, deepest, weights=weights, copies=copies)
-        drafted = Proposal.joint([proposal.within(sessions[0].vocab_size) for proposal in proposals])
-        noise = [session.noise_ahead(0, grower.depth, drafted.vocabulary) for session in sessions]
-        known = [one.to(drafted.logits.device) for one in noise if one is not None]
-        gumbel = torch.cat(known) if known else None
-        refine = partial(sessions[0].refine, proposals[0])
-        return grower(drafted, gumbel, deepest, refine, weights, None, copies, drafting)
 
 
 class _Seat:
