@@ -24,7 +24,6 @@ from hf_dart.drafters.base import Proposal, Verified
 from hf_dart.models.devices import host_by_default
 from hf_dart.models.positions import moving_rotary
 from hf_dart.models.processes import is_shared
-from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 
@@ -62,9 +61,7 @@ class Seats:
             self._kind = kind
             # What the first call has is shared as it is, unless the call is to hand it back.
             cache, returned = session.cache, request.returns_cache
-            self._verify = Verifier(
-                like.target, cache.of_a_seat() if returned else cache, like.kinds, like.feature_layers
-            )
+            self._verify: Any = replace(like, cache=cache.of_a_seat() if returned else cache)
             self._state = state if type(state) is SlotCache and not request.tree_config.refine else None
             if self._state is not None and returned:
                 self._state = state.like(state.lengths.new_zeros(1), state.capacity)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.session import Session
 from hf_dart.drafters.base import Drafter, Proposal, Score, Verified
 from hf_dart.engine.graphs import Capture
@@ -165,7 +165,7 @@ class Tier:
         """Take over where a session stands."""
         rows = _every_row(session)
         self.failure = None
-        self._verify = self._verifier(session.verify, self._cache)
+        self._verify = replace(session.verify, cache=self._cache, shift=self._shift)
         self._cache.take_rows(session.cache, rows)
         for forward in self.forwards.values():
             forward.verifier.cache._whole = True  # whatever commit was interrupted
@@ -175,9 +175,6 @@ class Tier:
             session.drafter_state.state.forget(0)  # the window may have become smaller
             self._draft_cache.take_rows(session.drafter_state.state, rows)
         self._session = session  # last: no tier keeps a session that it could not load
-
-    def _verifier(self, like: Verifier, cache: TargetCache) -> Verifier:
-        return Verifier(like.target, cache, like.kinds, like.feature_layers, shift=self._shift)
 
     def warm_up(self, session: Session) -> None:
         """Make what rounds need most, so that no round of the loaded session that is timed waits for it."""
@@ -225,7 +222,7 @@ class Tier:
         """Return the forward for trees of that many nodes, filled up to a power of two; captured when first needed."""
         size = self._size_of(nodes)
         if size not in self.forwards:
-            verifier = self._verifier(self._verify, self._cache.for_nodes())
+            verifier = replace(self._verify, cache=self._cache.for_nodes())
             self._session.pace.leave_out()  # making a part is no cost of a round
             self.forwards[size] = CapturedForward(verifier, len(self._cache.lengths), size, self._capture)
         return self.forwards[size]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -54,36 +54,31 @@ class MaskKind:
         return added_mask(seen[:, None], dtype)
 
 
+@dataclass(eq=False, repr=False)
 class Verifier:
     """Verifier of trees: runs them through a target whose cache holds the committed tokens.
 
     A step without a draft is run as stock would where that needs no mask of ours: by the user's attention.
     """
 
-    def __init__(
-        self,
-        target: PreTrainedModel,
-        cache: TargetCache,  # of the target, after prefill
-        kinds: list[MaskKind],  # `mask_kinds` of the prefilled stock cache
-        feature_layers: list[int],  # indices of the `hidden_states` that the drafter reads
-        keep_hidden_states: bool = False,
-        shift: Tensor | None = None,  # [B] or [K, B], of positions that the target is told (`position_shift`)
-    ) -> None:
-        self.target = target
-        self.cache = cache
-        self.kinds = kinds
-        self.feature_layers = feature_layers
-        self.hidden_states: tuple[Tensor, ...] = ()  # of the last tree, if kept: [..., B, N, ..., H] of each layer
-        self.shift = shift
-        self.extra_inputs: Mapping[str, Any] = {}  # besides the usual ones, such as token types
-        self._keep_hidden_states = keep_hidden_states
+    target: PreTrainedModel
+    cache: TargetCache  # of the target, after prefill
+    kinds: list[MaskKind]  # `mask_kinds` of the prefilled stock cache
+    feature_layers: list[int]  # indices of the `hidden_states` that the drafter reads
+    keep_hidden_states: bool = False
+    shift: Tensor | None = None  # [B] or [K, B], of positions that the target is told (`position_shift`)
+    hidden_states: tuple[Tensor, ...] = field(default=(), init=False)  # of the last tree [..., B, N, ..., H]
+    extra_inputs: Mapping[str, Any] = field(default_factory=dict, init=False)  # besides the usual ones
+
+    def __post_init__(self) -> None:
+        target, kinds = self.target, self.kinds
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
         self._last_position = position_limit(target)
         self.attention, self._weights = TreeAttention(target), packed_weights(target)
         # Eager attention adds its mask in any case.
         self._skips_masks = self.attention.own != "eager"
-        stateful = isinstance(cache.cache, StatefulCache)
+        stateful = isinstance(self.cache.cache, StatefulCache)
         self.mixers = mixers_of(target) if stateful else []
         # Keys of the mask dict that are of no attention layer: of trees, layers with running states need no mask.
         other = {*_layer_types(target), "linear_attention"} - {kind.name for kind in kinds}
@@ -167,7 +162,7 @@ class Verifier:
         inputs: dict[str, Any] = dict(self.extra_inputs)
         if self._takes_positions:
             inputs["position_ids"] = at
-        keep = self._keep_hidden_states
+        keep = self.keep_hidden_states
         inputs.update({"output_hidden_states": True} if keep else features_request(self.feature_layers))
         if isinstance(self.cache.cache, StatefulCache):
             self.cache.cache.states.begin(tree)
