@@ -339,7 +339,10 @@ class RowCopies:
     def suggest(self, depth: int, ends: Collection[int] = ()) -> Copies:
         """Return copies after the text, at most `depth` deep; none after a token of `ends`."""
         self.learn()
-        self._read()
+        if len(self._text) + LONGEST >= self._index.capacity:
+            self._new_index()
+        self._index.add([token + self._base for token in self._text[self._indexed :]])
+        self._indexed = len(self._text)
         ending = [token + self._base for token in self._text[-LONGEST:]]
         rows, lengths = self._index.matches(ending, depth)
         sources = [0] * len(rows)
@@ -353,14 +356,6 @@ class RowCopies:
     def _new_index(self) -> None:
         """Begin an index with room for the text to grow."""
         self._index, self._indexed = TextIndex(max(1024, 2 * (len(self._text) + LONGEST))), 0
-
-    def _read(self) -> None:
-        """Take in what the text has more since."""
-        if len(self._text) + LONGEST >= self._index.capacity:
-            self._new_index()
-        if self._indexed < len(self._text):
-            self._index.add([token + self._base for token in self._text[self._indexed :]])
-            self._indexed = len(self._text)
 
     def _grown(
         self, rows: list[list[int]], lengths: list[int], sources: list[int], depth: int, ends: Collection[int]
