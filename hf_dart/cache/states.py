@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import LinearAttentionLayer, keeps_entries, keeps_states, take_states
@@ -76,7 +77,7 @@ class RunningStates:
         if not self._levels:
             self._levels[torch.device("cpu")] = TreeLevels.of(self.tree)
         if device not in self._levels:
-            self._levels[device] = self._levels[torch.device("cpu")].to(device)
+            self._levels[device] = tree_map(lambda part: part.to(device), self._levels[torch.device("cpu")])
         return self._levels[device]
 
     def paths(self, device: torch.device) -> TreePaths:

@@ -7,6 +7,7 @@ node's parent is computed one level after another.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +49,7 @@ class TreePaths:
         return self._between[0]
 
 
-@dataclass(frozen=True)
-class Level:
+class Level(NamedTuple):
     """The M nodes of one depth, in all rows of a batch: tensors [M] each."""
 
     rows: Tensor
@@ -57,16 +57,15 @@ class Level:
     parents: Tensor  # places in the level above; of roots, their rows
 
 
-@dataclass(frozen=True)
-class TreeLevels:
-    """The nodes of trees [B, N] by depth, empty ones left out. Its tensors lie on the CPU, unless moved (`to`)."""
+class TreeLevels(NamedTuple):
+    """The nodes of trees [B, N] by depth, empty ones left out."""
 
     levels: list[Level]  # from the roots on
     order: Tensor  # [B, N] place of each node in all levels, laid one after another; of empty nodes, that of their root
 
     @classmethod
     def of(cls, tree: DraftTree) -> TreeLevels:
-        """Return the levels of a tree."""
+        """Return the levels of a tree, on the CPU."""
         parents, depths = tree.parents.cpu(), tree.depths.cpu()
         rows = torch.arange(len(parents))
         levels = [Level(rows, torch.zeros_like(rows), rows)]
@@ -81,10 +80,3 @@ class TreeLevels:
             order[rows, nodes] = torch.arange(before, before + len(rows))
             before += len(rows)
         return cls(levels, order)
-
-    def to(self, device: torch.device) -> TreeLevels:
-        """Return these levels on `device`."""
-        if device.type == "cpu":
-            return self
-        moved = [Level(one.rows.to(device), one.nodes.to(device), one.parents.to(device)) for one in self.levels]
-        return TreeLevels(moved, self.order.to(device))
