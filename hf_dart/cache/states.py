@@ -16,8 +16,7 @@ from torch.utils._pytree import tree_map
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import LinearAttentionLayer, keeps_entries, keeps_states, take_states
-from hf_dart.trees.paths import TreeLevels, TreePaths
-from hf_dart.trees.tree import DraftTree
+from hf_dart.trees.tree import DraftTree, TreeLevels, TreePaths
 
 
 class StateSlot(NamedTuple):

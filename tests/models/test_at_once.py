@@ -22,8 +22,7 @@ from hf_dart.models.running_states.at_once import convolution, delta_rule
 from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.running_states.tree_forward import Mixer
 from hf_dart.models.stock_steps import StockSteps
-from hf_dart.trees.paths import TreePaths
-from hf_dart.trees.tree import DraftTree
+from hf_dart.trees.tree import DraftTree, TreePaths
 
 pytestmark = needs_running_states
 

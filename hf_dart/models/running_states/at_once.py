@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from hf_dart.cache.states import After
-from hf_dart.trees.paths import TreePaths
+from hf_dart.trees.tree import TreePaths
 
 
 def convolution(
