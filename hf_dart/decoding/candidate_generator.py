@@ -184,7 +184,8 @@ def _assisted_decoding(
     **model_kwargs: Any,
 ) -> Any:
     """`type(model)._assisted_decoding` with candidates of `drafter`; as stock returns it."""
-    _refuse(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    given = input_ids, logits_processor, stopping_criteria, generation_config
+    _refuse(model, *given, model_kwargs)
     drafter.check_target(model)
     total = input_ids.shape[1]
     pads = left_padding(model_kwargs.get("attention_mask"), total, 1)[0]
@@ -194,15 +195,8 @@ def _assisted_decoding(
             "transformers' assisted loop takes usual position_ids alone; leave them or custom_generate= out."
         )
     generator = DartCandidateGenerator(drafter, model, generation_config, logits_processor, pads)
-    result = type(model)._assisted_decoding(
-        _WithCandidates(model, generator),
-        input_ids,
-        logits_processor=logits_processor,
-        stopping_criteria=stopping_criteria,
-        generation_config=generation_config,
-        streamer=streamer,
-        **model_kwargs,
-    )
+    proxy = _WithCandidates(model, generator)
+    result = type(model)._assisted_decoding(proxy, *given, streamer=streamer, **model_kwargs)
     drafter.last_stats = generator.stats
     return result
 
