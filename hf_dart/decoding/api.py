@@ -160,7 +160,7 @@ class AttachedGenerate:
         if self.own is None:
             return generate(self.model, *args, **kwargs)
         if kwargs.get("custom_generate") is None:
-            kwargs = _for_stock(kwargs)
+            kwargs = {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
         return self.own(*args, **kwargs)
 
 
@@ -177,11 +177,6 @@ def _refusals(optional: bool) -> Iterator[None]:
         if optional:
             raise UndraftedError(str(refusal)) from refusal
         raise
-
-
-def _for_stock(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the call's arguments without the keywords that `attach` adds."""
-    return {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
 
 
 def generate(
@@ -234,10 +229,10 @@ def _run_drafted(
     run: Callable[..., Any] | None = None,
 ) -> Any:
     """Run `generate` with `assistant` (of `kwargs`) as drafter, or `run` with all that it has prepared."""
-    drafting: dict[str, Any] = {name: kwargs.get(name) for name in _KEYWORDS}
+    drafting: dict[str, Any] = {name: kwargs.pop(name, None) for name in _KEYWORDS}
     _refuse_other(drafting["assistant"])
     stock = type(model).generate
-    kwargs = _by_name(stock, args, _for_stock(kwargs))
+    kwargs = _by_name(stock, args, kwargs)
     # Stock does not pass these to a callable. It gives the prompt to a streamer before a call can be refused, so the
     # callable does that, too.
     streamer, tokenizer, synced_gpus = (kwargs.pop(name, None) for name in ("streamer", "tokenizer", "synced_gpus"))
