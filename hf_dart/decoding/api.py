@@ -420,7 +420,8 @@ def close_call(session: Session) -> Tensor | DartGenerateOutput:
     """End a call whose rows have all finished; returns what `speculative_generate` does."""
     output, drafter = result(session), session.request.drafter
     drafter.last_stats = session.stats  # set before readers of the streamer see its end
-    session.streaming.end()
+    if session.request.streamer is not None:
+        session.request.streamer.end()
     session.pace.finish(drafter, session.grower.copied)
     session.tell_end(finished=True)
     return output

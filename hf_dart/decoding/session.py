@@ -18,7 +18,7 @@ from hf_dart.decoding.feed import begun, leave, read_prompt, resume_state
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace, row_weights
 from hf_dart.decoding.request import FILL, Request
-from hf_dart.decoding.rows import Rows, Streaming
+from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.stats import DraftStats, Trace
 from hf_dart.decoding.walk import MAX_LEAD, Accepted, NoiseStream, Walker, put_back
 from hf_dart.drafters.base import Drafter, Proposal, Verified, entries_of
@@ -87,7 +87,6 @@ class Session:
         self.request, self.noise = request, noise
         config, batch = request.tree_config, len(request.input_ids)
         self.rows = rows = Rows(request)  # the text of each row
-        self.streaming = Streaming(request.streamer, rows)
         self.stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
         from_default = noise is not None and rows.in_step and noise.given is None
         # Context of what the drafter computes, which may draw: where tokens need the default generator, it is put back.
@@ -131,7 +130,7 @@ class Session:
             chances = pace.copied_chances() if request.memory is None else None
             given = request.drafter, config, request.processors, rows.tokens, request.device, rows.eos, pace.cost
             self.grower = TreeGrower(*given, request.memory, chances, self.vocab_size)
-            self.walk = Walker(request, rows, self.streaming, noise)
+            self.walk = Walker(request, rows, noise)
             # The prompt's last position waits for the token after it.
             no_tokens, counts = request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)
             self.seen = Verified(reader.last, no_tokens, counts)
@@ -370,7 +369,7 @@ def break_off(s: Session) -> None:
     The cache then holds the prompt and so much of the generated tokens as every row has committed.
     """
     if s.noise is not None:
-        s.noise.leave_as_stock(s.streaming.position)
+        s.noise.leave_as_stock(s.rows.position)
     if s.request.users_cache:
         committed = int((s.cache.lengths - s.cache.prompt_lengths).min())
         with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone

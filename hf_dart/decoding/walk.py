@@ -24,7 +24,7 @@ from transformers import LogitsProcessorList
 
 from hf_dart.decoding.processors import Filters, of_rows, scores_alone
 from hf_dart.decoding.request import Request
-from hf_dart.decoding.rows import Rows, Streaming
+from hf_dart.decoding.rows import Rows
 from hf_dart.models.devices import generator_state, set_generator_state, users_default
 from hf_dart.trees.tree import DraftTree
 
@@ -53,9 +53,9 @@ class Accepted:
 class Walker:
     """Walker through verified trees by the processors, noise (None: greedily) and stopping rules of one call."""
 
-    def __init__(self, request: Request, rows: Rows, streaming: Streaming, noise: NoiseStream | None) -> None:
+    def __init__(self, request: Request, rows: Rows, noise: NoiseStream | None) -> None:
         self._processors = processors = request.processors
-        self._rows, self._streaming, self._noise = rows, streaming, noise
+        self._rows, self._noise = rows, noise
         self._everywhere = chooses_everywhere(processors, rows.device)
         drawn_here = noise is not None and rows.device.type == "cpu"
         before, self._filters = Filters.split(processors) if drawn_here else (processors, None)
@@ -95,7 +95,7 @@ class Walker:
                 raise RuntimeError("The target's logits give no probabilities (inf or nan), so no token can be drawn.")
             if self._rows.append(row, token):
                 going_on[row] = token
-            self._streaming.send()
+            self._rows.send()
         return going_on
 
     def _step(self, nodes: dict[int, int], logits: Tensor) -> dict[int, int]:
@@ -103,7 +103,7 @@ class Walker:
         with nullcontext() if self._noise is None or self._noise.given is None else _DrawsNothing():
             chosen = self._choose_as_stock(logits[torch.arange(len(nodes)), torch.tensor([*nodes.values()])])
             ids = self._rows.append_all(chosen, self.scores)
-            self._streaming.send()
+            self._rows.send()
             self._rows.take_over(ids)
         return {} if self._rows.finished else dict(enumerate(ids[:, -1].tolist()))
 

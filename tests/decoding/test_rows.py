@@ -44,7 +44,8 @@ def test_rows_that_have_ended_hold_nobody_back() -> None:
     config = GenerationConfig(max_length=30)
     config._pad_token_tensor = torch.tensor(0)
     criteria = StoppingCriteriaList([MaxLengthCriteria(30), EosTokenCriteria(3)])
-    ids, more = torch.ones(3, 4, dtype=torch.long), {"pads": [0] * 3, "first_slot": 0, "max_length": 30}
+    ids = torch.ones(3, 4, dtype=torch.long)
+    more = {"pads": [0] * 3, "first_slot": 0, "max_length": 30, "streamer": None}
     request: Any = SimpleNamespace(input_ids=ids, criteria=criteria, generation_config=config, in_step=False, **more)
     rows = Rows(request)
     for row, tokens in enumerate([[5, 3], [6] * 9, [7] * 12]):
