@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
 from typing import Any, Self
 from weakref import proxy
 
@@ -29,21 +28,6 @@ Zeros = Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]
 def outgrows(window: int, most: int | None) -> bool:
     """Return True if a text of `most` positions would outgrow a windowed store."""
     return most is None or most > window + SLACK + SPARE
-
-
-@dataclass(frozen=True)
-class SlotSpec:
-    """Shape of one buffer: [B, heads, capacity, head_dim] on `device`."""
-
-    heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, states: Tensor) -> Self:
-        """Return the shape of a buffer for entries [B, heads, n, head_dim] such as these."""
-        return cls(states.shape[1], states.shape[3], states.dtype, states.device)
 
 
 class SlotStore:
@@ -229,7 +213,7 @@ class SlotLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.parts:
-            self.parts = [(self.owner.add(SlotSpec.of(states), 1), 0) for states in (key_states, value_states)]
+            self.parts = [(self.owner.add(states, 1), 0) for states in (key_states, value_states)]
         return self._write(0, key_states), self._write(1, value_states)
 
     def _write(self, part: int, states: Tensor) -> Tensor:
@@ -302,17 +286,17 @@ class SlotCache:
         other.fixed, other.end = True, capacity
         return other
 
-    def add(self, spec: SlotSpec, buffers: int, window: int | None = None, filled: bool = False) -> SlotStore:
-        """Make a store of buffers of a shape, for layers that attend to `window` positions; None if all.
+    def add(self, like: Tensor, buffers: int, window: int | None = None, filled: bool = False) -> SlotStore:
+        """Make a store of buffers for entries `like` [B, heads, n, head_dim] of layers that attend to a `window`.
 
-        Those that will be `filled` (`take_over`) take no memory of a CPU before.
+        Without one, to all positions. What will be `filled` (`take_over`) takes no memory of a CPU before.
         """
         capacity, first = max(self.capacity, self.end), unseen_by(self.counted, window, SLACK)
         if window is not None:
             capacity = min(capacity, max(self.longest - first, window + SLACK) + SPARE)
-        shape = (buffers, len(self.counted), spec.heads, capacity, spec.head_dim)
+        shape = (buffers, len(self.counted), like.shape[1], capacity, like.shape[3])
         make = torch.empty if filled else torch.zeros
-        storage = make(shape, dtype=spec.dtype, device=spec.device)
+        storage = make(shape, dtype=like.dtype, device=like.device)
         self.stores.append(SlotStore(storage, self.most, window, first))
         return self.stores[-1]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotSpec, SlotStore, Zeros, outgrows
+from hf_dart.cache.slot_cache import SlotCache, SlotLayer, SlotStore, Zeros, outgrows
 from hf_dart.cache.states import FixedStates, RunningStates, StatefulCache, states_of
 from hf_dart.cache.stock_layers import (
     attention_layers,
@@ -68,8 +68,9 @@ class TargetCache:
         Layers share a store, so that a commit moves the entries of all at once, unless each is to be freed by itself.
         """
         stock = attention_layers(self.stock)
+        # Heads, their width, dtype and device; a window; the layer, if it has buffers of its own.
         kinds = [
-            (SlotSpec.of(states), self._window(layer, window), order if self._lends else 0)
+            (states.shape[1::2], states.dtype, states.device, self._window(layer, window), order * self._lends)
             for order, (layer, window) in enumerate(zip(stock, windows or [None] * len(stock), strict=True))
             for states in held_by(layer)
         ]
@@ -80,7 +81,7 @@ class TargetCache:
             for number, states in enumerate(held_by(layer), 2 * order):
                 kind = kinds[number]
                 if kind not in stores:
-                    stores[kind] = self.entries.add(kind[0], kinds.count(kind), kind[1], filled=True)
+                    stores[kind] = self.entries.add(states, kinds.count(kind), kind[3], filled=True)
                 own.append((stores[kind], kinds[:number].count(kind)))
                 stores[kind].take_over(own[-1][1], states, pads, self._prompt_slots)
             layers[place] = SlotLayer(self.entries, own)

@@ -12,7 +12,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.cache.slot_cache import SlotCache, SlotSpec
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters import hooks
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.base_config import HeadConfig
@@ -237,11 +237,11 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         return 2 * self.config.num_layers
 
     def begin(self, batch_size: int, capacity: int) -> SlotCache:
-        spec = SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
+        shape = (0, self.config.num_key_value_heads, 0, self.config.head_dim)
         cache = SlotCache(torch.zeros(batch_size, dtype=torch.long, device=self.device), 0)
         cache.reader = self
         cache.capacity = cache.bound(capacity) + self.drafted_entries
-        cache.add(spec, self.cache_buffers)
+        cache.add(torch.empty(shape, dtype=self.dtype, device=self.device), self.cache_buffers)
         return cache
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_dart.cache.slot_cache import SlotCache, SlotSpec, SlotStore
+from hf_dart.cache.slot_cache import SlotCache, SlotStore
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
@@ -33,7 +33,7 @@ def test_a_store_that_longer_texts_go_on_in_grows_seldom() -> None:
 def test_a_windowed_row_may_lose_what_two_rounds_committed() -> None:
     """The window before that is there, however often entries have made room."""
     cache, window = SlotCache(torch.tensor([3]), capacity=8), 5
-    store = cache.add(SlotSpec(1, 2, torch.float32, torch.device("cpu")), 1, window)
+    store = cache.add(torch.empty(1, 1, 0, 2), 1, window)
     for position in range(3, 400):
         cache.prepare(1)
         store.write(0, torch.full((1, 1, 1, 2), float(position)), cache.start)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.cache.slot_cache import SlotCache, SlotSpec
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base_config import DrafterConfig, told_of
 from hf_dart.drafters.beams import BeamDrafter, last_of
 from hf_dart.drafters.layers import rotate
@@ -167,7 +167,8 @@ class Gemma4Drafter(BeamDrafter[SlotCache], TrainedDrafter):
     def begin(self, batch_size: int, capacity: int) -> SlotCache:
         state = SlotCache(torch.zeros(batch_size, dtype=torch.long, device=self.device), capacity)
         for kind in self._kinds:
-            state.add(SlotSpec(*self._heads(kind), self.dtype, self.device), 2)
+            heads, width = self._heads(kind)
+            state.add(torch.empty(0, heads, 0, width, dtype=self.dtype, device=self.device), 2)
         return state
 
     def read_last(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
