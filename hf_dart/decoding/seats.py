@@ -222,7 +222,7 @@ class Seats:
             for rows, grower in self._growers:
                 own, these = [sessions[row] for row in rows], [budgets[row] for row in rows]
                 deepest, copies = [one.deepest[0] for one in these], [one.copies[0] for one in these]
-                given: tuple[Any, ...] = None, None, deepest, None
+                given: tuple[Any, Any, list[int], Any] = None, None, deepest, None
                 if proposals:
                     drafts = [proposals[row] for row in rows]
                     drafted = Proposal.joint([draft.within(own[0].vocab_size) for draft in drafts])

@@ -329,7 +329,7 @@ class RowCopies:
     ) -> None:
         self._text, self._memory = text, memory
         self._base = 1 + (0 if memory is None else memory.base)
-        self._end = size + self._base
+        self._end, self._indexed = size + self._base, 0
         self._new_index()
         self._proposed, self._cells, self._asked_at = NOTHING, list[tuple[int, float]](), 0
         known = PRIOR if memory is None else memory.chances()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.engine import engine as module
 from hf_dart.engine.graphs import Capture
 from hf_dart.models.devices import matmul_precision
@@ -204,15 +205,15 @@ def failing(*args: Any) -> None:
 def test_what_cannot_be_made_or_loaded(pair: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs uncompiled; of the target, a call that cannot be loaded says nothing, and the next one may do."""
     target, head, made = pair
-    for name, sentence in (("_verifier", "loaded"), ("__init__", "made")):
+    for owner, name, sentence in ((TargetCache, "take_rows", "loaded"), (module.Tier, "__init__", "made")):
         target.generate(**batch(4, "sdpa"), assistant=head, **GREEDY)
-        if name == "__init__":
+        if owner is module.Tier:
             made.release()
         with monkeypatch.context() as patch:
-            patch.setattr(module.Tier, name, failing)
+            patch.setattr(owner, name, failing)
             with pytest.warns(UserWarning, match=rf"it could not be {sentence} \(OutOfMemoryError: no room\)"):
                 assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-        assert all(made.tiers) == (name == "_verifier")
+        assert all(made.tiers) == (owner is TargetCache)
         assert not any(tier and tier._session for tier in made.tiers), "the call's caches are freed"
 
 
