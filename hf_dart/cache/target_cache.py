@@ -216,8 +216,9 @@ class TargetCache:
     def write_back(self, grown: int) -> None:
         """Lay the first `grown` entries after the prompt into the stock cache, in stock's slots; once only.
 
-        Every row must have as many. Where running states have more or fewer in some row, the stock cache is left with
-        the prompt: the state of one row is not that of the others. Should it fail, it still holds the prompt as well.
+        Every row must have as many. The stock cache is left with the prompt where running states have more or fewer in
+        some row, as the state of one is not that of the others, and where rows have parted so far that a sliding window
+        has dropped what is asked for. Should it fail, it still holds the prompt as well.
         """
         if self._written_back:
             return
@@ -225,7 +226,10 @@ class TargetCache:
             raise RuntimeError("A commit was interrupted, and this cache cannot be read.")
         if self.states is None:
             self.truncate(self.prompt_lengths + grown)
-        elif bool((self.entries.counted != self.prompt_lengths + grown).any()):
+        ends, stores = self.prompt_lengths + grown, self.entries.stores
+        kept = [grown if store.window is None else min(grown, store.window) for store in stores]
+        dropped = any(int((ends - count).min()) < store.first for store, count in zip(stores, kept, strict=True))
+        if dropped or (self.states is not None and bool((self.entries.counted != ends).any())):
             self._take_back()
             return
         with undone_on_failure(self.stock, self._prompt_slots + grown):

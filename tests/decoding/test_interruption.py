@@ -32,15 +32,16 @@ from support.interruptions import (
     states_by_token,
     used,
 )
-from support.tiny import prompts
+from support.tiny import prompts, tiny_target
 from support.turns import KINDS, RAGGED
 from support.users import Listener, OwnError, fail
 from torch import nn
 from transformers import DynamicCache
 
-from hf_dart import DartHead, SuffixStore, TreeConfig
+from hf_dart import DartHead, LookupDrafter, SuffixStore, TreeConfig, attach
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import feed, request, session
+from hf_dart.decoding.session import Session
 from hf_dart.models.forwards import StandIn, standing_in
 from hf_dart.models.stock_steps import CACHE
 
@@ -58,6 +59,25 @@ def failing_criterion(length: int) -> Any:
 def failing_processor(length: int) -> Any:
     """It fails when it shall choose the token after `length` slots."""
     return lambda ids, scores: fail() if ids.shape[1] == length else scores
+
+
+def test_rows_that_part_beyond_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the window of a row of few tokens would show was dropped, as others were ahead: the cache has the prompt."""
+    target = attach(tiny_target("mistral", sliding_window=16, max_position_embeddings=2048))
+    for weight in target.parameters():
+        weight.data *= 0.1 if weight.ndim > 1 else 1  # so small that its text repeats itself
+    wrote: list[Any] = []
+    limits, write_back = Session.limits, TargetCache.write_back
+    monkeypatch.setattr(TargetCache, "write_back", lambda own, grown: [write_back(own, grown), wrote.append(own)])
+    monkeypatch.setattr(Session, "limits", lambda one: [min(limits(one)[0], 1), *limits(one)[1:]])  # of few tokens
+    inputs = prompts([700, 9])
+    cache = DynamicCache(config=target.config)
+    options: Any = {"past_key_values": cache, "max_new_tokens": 900, "tree_config": TreeConfig(nodes=16)}
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**inputs, **options, assistant=LookupDrafter(), streamer=Listener(300, KeyboardInterrupt))
+    (broken,) = wrote
+    assert broken.lengths[1] < broken.entries.stores[0].first < broken.lengths[0]
+    assert cache.get_seq_length() == 700
 
 
 # ---- the user breaks off ----------------------------------------------------------------------------------
