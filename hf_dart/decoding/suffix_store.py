@@ -51,8 +51,6 @@ class SuffixStore:
             raise ValueError(f"most_bytes is {most_bytes}; give {_LEAST_BYTES} or more.")
         self.most_bytes = most_bytes
         self._lock = RLock()
-        self._vocab_size = 0  # of the target; 0 before the first call
-        self._tokenizer_hash = ""
         self._next, self._most_names = 1, _NAMES  # numbers of namespaces are not used again
         self.forget()
 
@@ -85,6 +83,7 @@ class SuffixStore:
         """Erase the texts of one namespace, or of all. Calls that still run are taken in when they end."""
         with self._lock:
             if name is None:
+                self._vocab_size, self._tokenizer_hash = 0, ""  # of the target; 0 before the first call
                 self._index = TextIndex(self.most_bytes // TextIndex.BYTES)
                 self._numbers: dict[str, int] = {}
                 self._counts = CopyCounts()

@@ -128,6 +128,9 @@ def test_a_call_is_kept_when_it_ends_or_breaks_off(target: Any, failure: type[Ba
     sequences = target.generate(**prompts([9, 4]), **GREEDY, assistant=LookupDrafter(), memory=store)
     assert texts_in(store) == [sequences[0].tolist(), sequences[1, 5:].tolist()]
     store.forget()
+    other = attach(tiny_target("llama", vocab_size=VOCABULARY + 16))
+    other.generate(**inputs, **GREEDY, assistant=LookupDrafter(), memory=store)  # an empty one takes any vocabulary
+    store.forget()
     whole = run(target, inputs, 0, **GREEDY).sequences[0].tolist()
     fails = [lambda ids, scores, **_: fail(failure) if ids.shape[1] >= 20 else torch.tensor([False])]
     with pytest.raises(failure):
