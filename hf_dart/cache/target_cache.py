@@ -224,9 +224,9 @@ class TargetCache:
             return
         if not self._whole:
             raise RuntimeError("A commit was interrupted, and this cache cannot be read.")
-        if self.states is None:
-            self.truncate(self.prompt_lengths + grown)
         ends, stores = self.prompt_lengths + grown, self.entries.stores
+        if self.states is None:
+            self.truncate(ends)
         kept = [grown if store.window is None else min(grown, store.window) for store in stores]
         dropped = any(int((ends - count).min()) < store.first for store, count in zip(stores, kept, strict=True))
         if dropped or (self.states is not None and bool((self.entries.counted != ends).any())):
